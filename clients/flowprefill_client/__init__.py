@@ -1,0 +1,1 @@
+"""Typed clients for a FlowPrefill model on tritonserver. Never imports torch."""

@@ -1,0 +1,98 @@
+"""Exceptions of FlowPrefill. Each carries the status code that a client sees.
+
+FlowPrefillError                    INTERNAL
+├── InvalidRequestError             INVALID_ARG   a request that can never be served as it is
+│   ├── InvalidParameterError       INVALID_ARG   names field, value and limit
+│   └── PromptTooLongError          INVALID_ARG   prompt + max_tokens over max_model_len
+├── UnsupportedFeatureError         UNSUPPORTED   names the field
+├── UnavailableError                UNAVAILABLE   try again later
+│   ├── QueueFullError              UNAVAILABLE
+│   └── EngineDeadError             UNAVAILABLE   the engine process died with the request in it
+├── RequestCancelledError           CANCELLED
+├── ConfigError                     INVALID_ARG   a broken model.json; fails the load
+├── ModelLoadError                  INTERNAL      weights or tokenizer that cannot be used
+│   ├── UnsupportedArchitectureError
+│   └── UnsupportedTokenizerError
+└── ServerStartError                INTERNAL      tritonserver cannot be started
+"""
+
+from __future__ import annotations
+
+
+class FlowPrefillError(Exception):
+    """Base of all errors raised on purpose. `code` is the TritonError code name."""
+
+    code = "INTERNAL"
+
+
+class InvalidRequestError(FlowPrefillError):
+    """A request that can never be served as it is."""
+
+    code = "INVALID_ARG"
+
+
+class InvalidParameterError(InvalidRequestError):
+    """One field of a request has a wrong type or value."""
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field}={shown}: must be {limit}")
+        self.field = field
+
+
+class PromptTooLongError(InvalidRequestError):
+    """Prompt plus requested tokens do not fit into the model's context."""
+
+
+class UnsupportedFeatureError(FlowPrefillError):
+    """A feature that vllm_backend declares and FlowPrefill does not have."""
+
+    code = "UNSUPPORTED"
+
+    def __init__(self, field: str, value: object) -> None:
+        super().__init__(f"{field}={value!r} is not supported")
+        self.field = field
+
+
+class UnavailableError(FlowPrefillError):
+    """The request cannot be taken now; a later try may succeed."""
+
+    code = "UNAVAILABLE"
+
+
+class QueueFullError(UnavailableError):
+    """The admission bound is reached."""
+
+
+class EngineDeadError(UnavailableError):
+    """The engine process ended while the request was in it."""
+
+
+class RequestCancelledError(FlowPrefillError):
+    """The client cancelled the request."""
+
+    code = "CANCELLED"
+
+
+class ConfigError(FlowPrefillError):
+    """model.json is broken; the message names the key."""
+
+    code = "INVALID_ARG"
+
+
+class ModelLoadError(FlowPrefillError):
+    """Weights or tokenizer cannot be used."""
+
+
+class UnsupportedArchitectureError(ModelLoadError):
+    """No program exists for the model's architecture."""
+
+
+class UnsupportedTokenizerError(ModelLoadError):
+    """The tokenizer's model or pre-tokenizer is not known exactly."""
+
+
+class ServerStartError(FlowPrefillError):
+    """tritonserver cannot be started; the message says what is missing."""

@@ -1,0 +1,36 @@
+"""Granularity: where a running prefill may be left for another task. A property of how a task is run,
+not of a policy: every policy works at every granularity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowprefill.errors import ConfigError
+
+Kind = Literal["whole", "chunk", "layer", "op", "tile"]
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """whole: never; chunk: after a full pass over `chunk_tokens` tokens; layer and op: after the whole
+    prompt went through one layer or one operator group; tile: after one operator group of one tile."""
+
+    kind: Kind
+    chunk_tokens: int = 0
+    """Tokens of one chunk; 0 unless kind is chunk."""
+
+    @staticmethod
+    def parse(text: str) -> Granularity:
+        """Parse `whole`, `layer`, `op`, `tile` or `chunk:N`. Raises ConfigError."""
+        kind, _, count = text.partition(":")
+        if kind == "chunk" and count.isdigit() and int(count) > 0:
+            return Granularity("chunk", int(count))
+        if text in ("whole", "layer", "op", "tile"):
+            return Granularity(text)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"model.json: granularity={text!r}: must be whole, chunk:N, layer, op or tile"
+        )
+
+    def __str__(self) -> str:
+        return f"chunk:{self.chunk_tokens}" if self.kind == "chunk" else self.kind
