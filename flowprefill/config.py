@@ -24,6 +24,18 @@ IGNORED_KEYS = frozenset(
 
 POLICIES = ("fcfs", "sjf", "srpt", "edf", "s-edf")
 
+_POSITIVE = (
+    "max_model_len",
+    "max_num_seqs",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "ttft_slo_ms",
+    "tbt_slo_ms",
+    "max_slice_ms",
+    "queue_timeout_ms",
+    "num_threads",
+)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -47,7 +59,7 @@ class EngineConfig:
     """Size of the KV cache; None = room for four requests of max_model_len on a CPU, or
     gpu_memory_utilization of the card."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of a CUDA card's memory used by weights and KV cache; in (0, 1]. No effect on cpu."""
+    """Fraction of a CUDA card's memory for weights and KV cache; in (0, 1]. No effect on cpu."""
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool = False
     seed: int = 0
@@ -73,9 +85,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             _check_type(f.name, getattr(self, f.name), _TYPES[f.name])
-        positive = ("max_model_len", "max_num_seqs", "block_size", "kv_cache_memory_bytes",
-                    "ttft_slo_ms", "tbt_slo_ms", "max_slice_ms", "queue_timeout_ms", "num_threads")  # fmt: skip
-        for name in positive:
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"model.json: {name}={value!r}: must be finite and > 0")
@@ -122,7 +132,7 @@ _TYPES = typing.get_type_hints(EngineConfig)
 
 
 def _check_type(name: str, value: object, hint: Any) -> None:
-    """Raise ConfigError unless `value` has the field's type; ints pass as floats, bools never do."""
+    """Raise ConfigError unless `value` has the field's type; ints pass as floats, bools do not."""
     if typing.get_origin(hint) is Literal:
         if value not in typing.get_args(hint):
             allowed = ", ".join(map(str, typing.get_args(hint)))

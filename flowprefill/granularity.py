@@ -1,5 +1,7 @@
-"""Granularity: where a running prefill may be left for another task. A property of how a task is run,
-not of a policy: every policy works at every granularity."""
+"""Granularity: where a running prefill may be left for another task.
+
+A property of how a task is run, not of a policy: every policy works at every granularity.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ Kind = Literal["whole", "chunk", "layer", "op", "tile"]
 
 @dataclass(frozen=True)
 class Granularity:
-    """whole: never; chunk: after a full pass over `chunk_tokens` tokens; layer and op: after the whole
-    prompt went through one layer or one operator group; tile: after one operator group of one tile."""
+    """Where a prefill may be left.
+
+    whole: never; chunk: after a full pass over `chunk_tokens` tokens; layer and op: after the whole
+    prompt went through one layer or one operator group; tile: after one operator group of one tile.
+    """
 
     kind: Kind
     chunk_tokens: int = 0

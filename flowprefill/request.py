@@ -1,7 +1,7 @@
 """The vocabulary shared by client side and engine: Request, SLO, SamplingParams, TokenOutput.
 
-Knows neither torch nor Triton. Everything here crosses the engine socket, so it converts to and from
-plain msgpack types (`to_wire` / `from_wire`).
+Knows neither torch nor Triton. Everything here crosses the engine socket, so it converts to and
+from plain msgpack types (`to_wire` / `from_wire`).
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class TokenOutput:
     def to_wire(self) -> list[Any]:
         reason = self.finish_reason.value if self.finish_reason else None
         tops = [[t.token_id, t.logprob, t.rank] for t in self.top_logprobs]
-        return [self.req_id, self.token_id, reason, self.logprob, tops, self.error_code,
-                self.error_message, self.num_preemptions, self.token_s]  # fmt: skip
+        end = [self.error_code, self.error_message, self.num_preemptions, self.token_s]
+        return [self.req_id, self.token_id, reason, self.logprob, tops, *end]
 
     @staticmethod
     def from_wire(wire: list[Any]) -> TokenOutput:
-        req_id, token_id, reason, logprob, tops, code, message, preemptions, token_s = wire
-        return TokenOutput(req_id, token_id, FinishReason(reason) if reason else None, logprob,
-                           [Logprob(*t) for t in tops], code, message, preemptions, token_s)  # fmt: skip
+        req_id, token_id, reason_value, logprob, tops, *end = wire
+        reason = FinishReason(reason_value) if reason_value else None
+        return TokenOutput(req_id, token_id, reason, logprob, [Logprob(*t) for t in tops], *end)

@@ -1,8 +1,8 @@
 """SamplingParams under vLLM's names: parsing, coercion, range checks. No torch.
 
-Values may arrive as JSON strings ("0.1", "20", "false"): Triton clients send them so. Unknown keys,
-wrong types and out-of-range values raise InvalidParameterError; features that vLLM has and we do not
-raise UnsupportedFeatureError unless their value asks for nothing (n=1, use_beam_search=false, null).
+Values may arrive as JSON strings ("0.1", "20", "false"): Triton clients send them so. Unknown
+keys, wrong types and out-of-range values raise InvalidParameterError; features that vLLM has and we
+do not raise UnsupportedFeatureError unless their value asks for nothing (n=1, null).
 """
 
 from __future__ import annotations

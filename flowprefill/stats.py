@@ -1,4 +1,7 @@
-"""What an engine says of itself: EngineInfo once after its start, EngineStats at any time. No torch."""
+"""What an engine says of itself: EngineInfo once after its start, EngineStats at any time.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class EngineStats:
     num_rejected: int = 0
     num_failed: int = 0
     blocking_s: list[float] = field(default_factory=list)
-    """The last blocking times (at most 4,096): event into the inbox to the newcomer's first slice."""
+    """Last blocking times, 4,096 at most: event into the inbox to the newcomer's first slice."""
 
     def to_wire(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""Predictor: how long work will take on the device. Pure; the scheduler depends on this protocol."""
+"""Predictor: how long work will take on the device. Pure; the scheduler knows this protocol."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ class Predictor(Protocol):
         ...
 
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
-        """Seconds of one decode step over `num_seqs` sequences with so many cached tokens in total."""
+        """Seconds of a decode step of `num_seqs` sequences with so many cached tokens in all."""
         ...

@@ -1,7 +1,7 @@
 """What the scheduler is told and what it answers. Plain data; no torch, no clock.
 
-The engine (or the simulator) collects events, calls `Scheduler.decide(now_s, events)` once, and runs
-the decision's task until it ends or another event arrives.
+The engine (or the simulator) collects events, calls `Scheduler.decide(now_s, events)` once, and
+runs the decision's task until it ends or another event arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class PrefillParked:
-    """The running prefill was left at a boundary. State, not a wake-up: it comes with other events."""
+    """The running prefill was left at a boundary. State, not a wake-up: it joins other events."""
 
     task_id: int
     remaining_s: float
