@@ -16,13 +16,15 @@ from typing import Any, Literal
 
 from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
+from flowprefill.request import MAX_SLO_S
 
 IGNORED_KEYS = frozenset(
     {"disable_log_requests", "disable_log_stats", "enforce_eager", "max_num_batched_tokens"}
 )
 """vLLM keys that have no effect here; a model.json that sets them loads with a log line."""
 
-POLICIES = ("fcfs", "sjf", "srpt", "edf", "s-edf")
+PolicyName = Literal["fcfs", "sjf", "srpt", "edf", "s-edf"]
+POLICIES: tuple[str, ...] = typing.get_args(PolicyName)
 
 _POSITIVE = (
     "max_model_len",
@@ -64,7 +66,7 @@ class EngineConfig:
     enable_prefix_caching: bool = False
     seed: int = 0
     """Seeds the draws of requests that bring no seed."""
-    policy: Literal["fcfs", "sjf", "srpt", "edf", "s-edf"] = "s-edf"
+    policy: PolicyName = "s-edf"
     granularity: str = "tile"
     """Where a prefill may be preempted: whole, chunk:N, layer, op, tile."""
     ttft_slo_ms: float = 1000.0
@@ -87,13 +89,21 @@ class EngineConfig:
             _check_type(f.name, getattr(self, f.name), _TYPES[f.name])
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not 0 < value < 2**63:
                 raise ConfigError(f"model.json: {name}={value!r}: must be finite and > 0")
+        for name in ("ttft_slo_ms", "tbt_slo_ms"):
+            if getattr(self, name) > MAX_SLO_S * 1000:
+                limit = f"{MAX_SLO_S * 1000:.0f}"
+                raise ConfigError(f"model.json: {name}={getattr(self, name)!r}: must be <= {limit}")
         for name in ("gpu_memory_utilization", "max_decode_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"model.json: {name}={getattr(self, name)!r}: must be in (0, 1]")
-        if self.cancel_poll_ms < 20:
-            raise ConfigError(f"model.json: cancel_poll_ms={self.cancel_poll_ms!r}: must be >= 20")
+        if not 20 <= self.cancel_poll_ms < math.inf:
+            raise ConfigError(
+                f"model.json: cancel_poll_ms={self.cancel_poll_ms!r}: must be finite and >= 20"
+            )
+        if not self.model:
+            raise ConfigError("model.json: model='': must name a file or directory")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"model.json: tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported"
@@ -118,8 +128,8 @@ class EngineConfig:
             raise ConfigError(f"{path}: model.json with the engine's configuration is missing")
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path}: not valid JSON: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: must hold one JSON object")
         return EngineConfig.from_dict(values), sorted(set(values) & IGNORED_KEYS)
@@ -143,4 +153,5 @@ def _check_type(name: str, value: object, hint: Any) -> None:
         allowed_types += (int,)
     is_stray_bool = isinstance(value, bool) and bool not in allowed_types
     if is_stray_bool or not isinstance(value, allowed_types):
-        raise ConfigError(f"model.json: {name}={value!r}: must be of type {hint}")
+        shown = hint.__name__ if isinstance(hint, type) else hint
+        raise ConfigError(f"model.json: {name}={value!r}: must be of type {shown}")

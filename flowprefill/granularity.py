@@ -29,7 +29,7 @@ class Granularity:
     def parse(text: str) -> Granularity:
         """Parse `whole`, `layer`, `op`, `tile` or `chunk:N`. Raises ConfigError."""
         kind, _, count = text.partition(":")
-        if kind == "chunk" and count.isdigit() and int(count) > 0:
+        if kind == "chunk" and count.isdecimal() and int(count) > 0:
             return Granularity("chunk", int(count))
         if text in ("whole", "layer", "op", "tile"):
             return Granularity(text)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class Request:
 
     def to_wire(self) -> dict[str, Any]:
         wire = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        wire["sampling"] = dataclasses.asdict(self.sampling)
+        wire["sampling"] = self.sampling.to_wire()
         wire["slo"] = [self.slo.ttft_s, self.slo.tbt_s]
         return wire
 
