@@ -1,1 +1,16 @@
 """Typed clients for a FlowPrefill model on tritonserver. Never imports torch."""
+
+from flowprefill_client.aio import AsyncClient, AsyncStream
+from flowprefill_client.answer import Completion, Delta
+from flowprefill_client.client import Client, Stream
+from flowprefill_client.errors import ServerError
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Completion",
+    "Delta",
+    "ServerError",
+    "Stream",
+]

@@ -1,0 +1,43 @@
+"""A long document and short urgent questions at the same time: the short ones do not wait.
+
+    python clients/examples/mixed_priorities.py
+
+The objective in milliseconds is all that sets them apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from flowprefill_client import AsyncClient
+
+DOCUMENT = "The committee read the report and had nothing to add to it. " * 300
+
+
+async def show(client: AsyncClient, name: str, prompt: str, ttft_slo_ms: float) -> None:
+    answer = await client.generate(prompt, max_tokens=8, ttft_slo_ms=ttft_slo_ms)
+    print(
+        f"{name:>10}  {answer.num_input_tokens:>5} tokens, first token after {answer.ttft_s:.3f} s"
+    )
+
+
+async def run(url: str, model: str) -> None:
+    async with AsyncClient(url, model) as client:
+        requests = [show(client, "document", DOCUMENT + "In short:", ttft_slo_ms=60_000)]
+        for i in range(1, 4):
+            question = f"Question {i}: what is {i} plus {i}?"
+            requests.append(show(client, f"question {i}", question, ttft_slo_ms=400))
+        await asyncio.gather(*requests)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Mix requests with different objectives.")
+    parser.add_argument("--url", default="localhost:8001")
+    parser.add_argument("--model", default="smollm2")
+    args = parser.parse_args()
+    asyncio.run(run(args.url, args.model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The asyncio client: the same calls as client.py, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2_grpc
+
+from flowprefill_client.answer import Completion, Delta, Recorder
+from flowprefill_client.errors import ServerError
+from flowprefill_client.messages import (
+    CHANNEL_OPTIONS,
+    CONTROL_TIMEOUT_S,
+    cancel_request,
+    generate_request,
+    parse_control_response,
+    stats_request,
+)
+
+
+class AsyncStream:
+    """One answer in the making: an async iterator of Delta.
+
+    As an async context manager it cancels the request when the block is left before the answer is
+    complete. Cancelling the task that iterates cancels the request too.
+    """
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._messages = call.__aiter__()
+        self._recorder = Recorder(request_id)
+        self._is_cancelled = False
+
+    @property
+    def request_id(self) -> str:
+        """What AsyncClient.cancel takes."""
+        return self._recorder.request_id
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """The next part. Ends quietly after cancel(); raises ServerError if the server failed."""
+        try:
+            message = await self._messages.__anext__()
+        except StopAsyncIteration:
+            self._recorder.check_complete()
+            raise
+        except asyncio.CancelledError:
+            # grpc.aio raises this for our own cancel() as well as for the task's.
+            if self._is_cancelled:
+                raise StopAsyncIteration from None
+            raise
+        except grpc.RpcError as error:
+            raise ServerError.from_rpc(error) from None
+        return self._recorder.add(message)
+
+    def cancel(self) -> None:
+        """Tell the server to drop the request; the iteration ends."""
+        if self._recorder.finish_reason is None:
+            self._is_cancelled = True
+            self._recorder.finish_reason = "cancelled"
+        self._call.cancel()
+
+    def completion(self) -> Completion:
+        """What was received so far."""
+        return self._recorder.completion()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class AsyncClient:
+    """Talks to one FlowPrefill model over gRPC; one stream per request on one shared connection.
+
+    Belongs to the event loop that runs when it is made.
+    """
+
+    def __init__(self, url: str = "localhost:8001", model: str = "smollm2") -> None:
+        """`url` is host:port of tritonserver's gRPC endpoint. Connects at the first request."""
+        asyncio.get_running_loop()  # raises here rather than at a later, stranger place
+        self._model = model
+        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 16,
+        ttft_slo_ms: float | None = None,
+        tbt_slo_ms: float | None = None,
+        request_id: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncStream:
+        """Send `prompt`; returns at once. Arguments as of Client.stream."""
+        request_id = request_id or str(uuid.uuid4())
+        values = {"max_tokens": max_tokens, **(sampling or {})}
+        request = generate_request(self._model, prompt, request_id, values, ttft_slo_ms, tbt_slo_ms)
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        return AsyncStream(call, request_id)
+
+    async def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 16,
+        ttft_slo_ms: float | None = None,
+        tbt_slo_ms: float | None = None,
+        request_id: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Send `prompt` and wait for the whole answer; arguments as of Client.stream."""
+        async with self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            ttft_slo_ms=ttft_slo_ms,
+            tbt_slo_ms=tbt_slo_ms,
+            request_id=request_id,
+            sampling=sampling,
+            timeout_s=timeout_s,
+        ) as stream:
+            async for _ in stream:
+                pass
+        return stream.completion()
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancel requests that were sent with this id, by any client. False if there is none."""
+        return await self._control(cancel_request(self._model, request_id)) == "cancelled"
+
+    async def engine_stats(self) -> dict[str, Any]:
+        """Gauges and counters of the model's engine: the fields of EngineStats."""
+        stats: dict[str, Any] = json.loads(await self._control(stats_request(self._model)))
+        return stats
+
+    async def close(self) -> None:
+        """Cancel what still runs and close the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _control(self, request: Any) -> str:
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=CONTROL_TIMEOUT_S)
+        try:
+            return parse_control_response([message async for message in call])
+        except grpc.RpcError as error:
+            raise ServerError.from_rpc(error) from None

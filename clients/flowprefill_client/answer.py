@@ -1,0 +1,87 @@
+"""An answer as it comes in: Delta, a part of it; Completion, the whole; Recorder in between."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flowprefill_client.errors import ServerError
+from flowprefill_client.messages import parse_response
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One part of a streamed answer."""
+
+    text: str
+    """New text; may be empty, as a token can be half a character."""
+    num_output_tokens: int
+    """New tokens of this part."""
+    finish_reason: str | None
+    """None while more follows; then stop or length."""
+    time_s: float
+    """From sending the request to receiving this part, seconds."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer, or what came of it before it was cancelled."""
+
+    request_id: str
+    text: str
+    finish_reason: str | None
+    """stop, length, cancelled; None while it is not complete."""
+    num_input_tokens: int | None
+    """None if nothing was received."""
+    num_output_tokens: int
+    ttft_s: float | None
+    """From sending the request to its first token, seconds; None if nothing was received."""
+    delta_times_s: tuple[float, ...]
+    """When each part was received, seconds after sending."""
+
+
+class Recorder:
+    """Turns the messages of one stream into deltas and adds them up."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.finish_reason: str | None = None
+        self._num_input_tokens: int | None = None
+        self._deltas: list[Delta] = []
+        self._sent_s = time.monotonic()
+
+    def add(self, message: Any) -> Delta:
+        """Take one ModelStreamInferResponse. Raises ServerError if it carries an error."""
+        time_s = time.monotonic() - self._sent_s
+        outputs = parse_response(message)
+        reason = outputs.get("finish_reason", "None")
+        if reason != "None":  # vllm_backend's word for "still running"
+            self.finish_reason = reason
+        self._num_input_tokens = outputs.get("num_input_tokens")
+        delta = Delta(
+            text=outputs.get("text_output", ""),
+            num_output_tokens=outputs.get("num_output_tokens", 0),
+            finish_reason=self.finish_reason,
+            time_s=time_s,
+        )
+        self._deltas.append(delta)
+        return delta
+
+    def check_complete(self) -> None:
+        """The stream has ended. Raises ServerError if the answer has not."""
+        if self.finish_reason is None:
+            raise ServerError("the server closed the stream before the answer was complete")
+
+    def completion(self) -> Completion:
+        """All that was received so far."""
+        times = tuple(delta.time_s for delta in self._deltas)
+        return Completion(
+            request_id=self.request_id,
+            text="".join(delta.text for delta in self._deltas),
+            finish_reason=self.finish_reason,
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=sum(delta.num_output_tokens for delta in self._deltas),
+            ttft_s=times[0] if times else None,
+            delta_times_s=times,
+        )

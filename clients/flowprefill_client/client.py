@@ -1,0 +1,161 @@
+"""The blocking client. Safe to use from several threads: they share one connection."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from flowprefill_client.answer import Completion, Delta, Recorder
+from flowprefill_client.errors import ServerError
+from flowprefill_client.messages import (
+    CHANNEL_OPTIONS,
+    CONTROL_TIMEOUT_S,
+    cancel_request,
+    generate_request,
+    parse_control_response,
+    stats_request,
+)
+
+
+class Stream:
+    """One answer in the making: an iterator of Delta.
+
+    As a context manager it cancels the request when the block is left before the answer is whole.
+    """
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._recorder = Recorder(request_id)
+        self._is_cancelled = False
+
+    @property
+    def request_id(self) -> str:
+        """What Client.cancel takes."""
+        return self._recorder.request_id
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        """The next part. Ends quietly after cancel(); raises ServerError if the server failed."""
+        try:
+            message = next(self._call)
+        except StopIteration:
+            self._recorder.check_complete()
+            raise
+        except grpc.RpcError as error:
+            if self._is_cancelled:
+                raise StopIteration from None
+            raise ServerError.from_rpc(error) from None
+        return self._recorder.add(message)
+
+    def cancel(self) -> None:
+        """Tell the server to drop the request; the iteration ends. From any thread, at any time."""
+        if self._recorder.finish_reason is None:
+            self._is_cancelled = True
+            self._recorder.finish_reason = "cancelled"
+        self._call.cancel()
+
+    def completion(self) -> Completion:
+        """What was received so far."""
+        return self._recorder.completion()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+
+class Client:
+    """Talks to one FlowPrefill model over gRPC.
+
+    Every request has its own gRPC stream, because Triton drops all requests of a stream when one is
+    cancelled; all streams share one connection.
+    """
+
+    def __init__(self, url: str = "localhost:8001", model: str = "smollm2") -> None:
+        """`url` is host:port of tritonserver's gRPC endpoint. Connects at the first request."""
+        self._model = model
+        self._channel = grpc.insecure_channel(url, options=CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 16,
+        ttft_slo_ms: float | None = None,
+        tbt_slo_ms: float | None = None,
+        request_id: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Stream:
+        """Send `prompt`; returns at once.
+
+        ttft_slo_ms, tbt_slo_ms: objectives for the first token and for the gaps after it; None =
+            the model's defaults
+        request_id: the id for cancel(); a random one by default
+        sampling: further sampling parameters under vLLM's names, lists and dicts included
+        timeout_s: the request is cancelled after this time, and iterating raises ServerError
+        """
+        request_id = request_id or str(uuid.uuid4())
+        values = {"max_tokens": max_tokens, **(sampling or {})}
+        request = generate_request(self._model, prompt, request_id, values, ttft_slo_ms, tbt_slo_ms)
+        return Stream(self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s), request_id)
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 16,
+        ttft_slo_ms: float | None = None,
+        tbt_slo_ms: float | None = None,
+        request_id: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """Send `prompt` and wait for the whole answer; arguments and errors as of stream()."""
+        with self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            ttft_slo_ms=ttft_slo_ms,
+            tbt_slo_ms=tbt_slo_ms,
+            request_id=request_id,
+            sampling=sampling,
+            timeout_s=timeout_s,
+        ) as stream:
+            for _ in stream:
+                pass
+        return stream.completion()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel requests that were sent with this id, by any client. False if there is none."""
+        return self._control(cancel_request(self._model, request_id)) == "cancelled"
+
+    def engine_stats(self) -> dict[str, Any]:
+        """Gauges and counters of the model's engine: the fields of EngineStats."""
+        stats: dict[str, Any] = json.loads(self._control(stats_request(self._model)))
+        return stats
+
+    def close(self) -> None:
+        """Cancel what still runs and close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _control(self, request: Any) -> str:
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=CONTROL_TIMEOUT_S)
+        try:
+            return parse_control_response(list(call))
+        except grpc.RpcError as error:
+            raise ServerError.from_rpc(error) from None

@@ -1,0 +1,95 @@
+"""The protobuf messages of one request and of each part of its answer. No network, no clock.
+
+The objectives travel as request parameters, not as input tensors: a model that does not know a
+parameter ignores it, while an undeclared tensor is refused, so the same client also drives a plain
+vllm_backend for comparison.
+
+Triton can answer errors as gRPC statuses (header triton_grpc_error), which would carry a code. That
+is not used: tritonserver 2.51.0 crashes when several such streams fail at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tritonclient.grpc import InferResult, service_pb2
+
+from flowprefill_client.errors import ServerError
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+CONTROL_TIMEOUT_S = 10.0
+"""Control requests never wait for the device, so a longer silence is a fault."""
+
+
+def generate_request(
+    model: str,
+    prompt: str,
+    request_id: str,
+    sampling: Mapping[str, Any],
+    ttft_slo_ms: float | None,
+    tbt_slo_ms: float | None,
+) -> Any:
+    """A streamed generation; returns a ModelInferRequest."""
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    _add_string(request, "text_input", prompt)
+    _add_string(request, "sampling_parameters", json.dumps(dict(sampling)))
+    for name in ("stream", "return_finish_reason", "return_num_input_tokens",
+                 "return_num_output_tokens"):  # fmt: skip
+        tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
+        tensor.contents.bool_contents.append(True)
+    for name, value in (("ttft_slo_ms", ttft_slo_ms), ("tbt_slo_ms", tbt_slo_ms)):
+        if value is not None:
+            request.parameters[name].double_param = value
+    return request
+
+
+def cancel_request(model: str, target_id: str) -> Any:
+    """Ask the model to cancel the request that was sent with the id `target_id`."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    _add_string(request, "text_input", "")
+    request.parameters["cancel_id"].string_param = target_id
+    return request
+
+
+def stats_request(model: str) -> Any:
+    """Ask the model for its engine's gauges and counters."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    _add_string(request, "text_input", "")
+    request.parameters["engine_stats"].bool_param = True
+    return request
+
+
+def parse_response(message: Any) -> dict[str, Any]:
+    """Output name -> first element: str for strings, int for counts.
+
+    Raises ServerError if the message is an error.
+    """
+    if message.error_message:
+        raise ServerError(message.error_message)
+    result = InferResult(message.infer_response)
+    outputs: dict[str, Any] = {}
+    for tensor in message.infer_response.outputs:
+        element = result.as_numpy(tensor.name).reshape(-1)[0]
+        outputs[tensor.name] = (
+            element.decode("utf-8", "replace") if isinstance(element, bytes) else element.item()
+        )
+    return outputs
+
+
+def parse_control_response(messages: list[Any]) -> str:
+    """The text of the only answer to a control request. Raises ServerError if there is none."""
+    texts = [parse_response(message).get("text_output") for message in messages]
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise ServerError(f"a control request was answered by {texts!r} instead of one text")
+    return texts[0]
+
+
+def _add_string(request: Any, name: str, text: str) -> None:
+    tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())

@@ -1,0 +1,317 @@
+"""The client library against a scripted gRPC server that plays tritonserver on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from flowprefill_client import AsyncClient, Client, ServerError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+WAIT_S = 10.0
+
+
+def response(text: str, reason: str = "None", num_tokens: int = 1) -> Any:
+    """One part of an answer, encoded as tritonserver does: raw little-endian contents."""
+    message = service_pb2.ModelStreamInferResponse()
+    infer = message.infer_response
+    infer.parameters["triton_final_response"].bool_param = reason != "None"
+    for name, value in (("text_output", text), ("finish_reason", reason)):
+        infer.outputs.add(name=name, datatype="BYTES", shape=[1])
+        data = value.encode()
+        infer.raw_output_contents.append(np.uint32(len(data)).tobytes() + data)
+    for name, count in (("num_input_tokens", 7), ("num_output_tokens", num_tokens)):
+        infer.outputs.add(name=name, datatype="UINT32", shape=[1])
+        infer.raw_output_contents.append(np.uint32(count).tobytes())
+    return message
+
+
+def error(text: str) -> Any:
+    return service_pb2.ModelStreamInferResponse(error_message=text)
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Answers by text_input: hello, bad, late, cut; wait streams until its client has gone."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.ended_early: list[str] = []
+        self.live = threading.Semaphore(0)
+
+    def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+        (request,) = list(request_iterator)  # one request per stream, then half-closed
+        gone = threading.Event()
+
+        def end() -> None:  # also called when nobody resumes this generator any more
+            if kind == "wait":
+                self.ended_early.append(request.id)
+            gone.set()
+
+        kind = request.inputs[0].contents.bytes_contents[0].decode()
+        assert context.add_callback(end)
+        self.requests.append(request)
+        if "cancel_id" in request.parameters:
+            known = request.parameters["cancel_id"].string_param == "known"
+            yield response("cancelled" if known else "not found", "stop")
+        elif "engine_stats" in request.parameters:
+            yield response(json.dumps({"num_decisions": 3}), "stop")
+        elif kind == "bad":
+            yield error("Error generating stream: ttft_slo_ms=-1: must be > 0")
+        elif kind == "late":
+            yield response("so far ")
+            yield error("engine died")
+        elif kind == "cut":
+            yield response("so far ")
+        elif kind == "wait":
+            yield response("first ")
+            self.live.release()
+            gone.wait(WAIT_S)
+        else:
+            yield response("Hel")
+            yield response("", num_tokens=1)
+            yield response("lo ✓", "length", num_tokens=2)
+
+
+@pytest.fixture()
+def triton() -> Iterator[FakeTriton]:
+    fake = FakeTriton()
+    server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+    fake.url = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"  # type: ignore[attr-defined]
+    server.start()
+    yield fake
+    server.stop(None).wait()
+
+
+@pytest.fixture()
+def client(triton: FakeTriton) -> Iterator[Client]:
+    with Client(triton.url, "m") as client:  # type: ignore[attr-defined]
+        yield client
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "condition never held"
+        time.sleep(0.005)
+
+
+def client_threads() -> set[threading.Thread]:
+    """All threads but the workers of the fake server."""
+    return {t for t in threading.enumerate() if "ThreadPoolExecutor" not in t.name}
+
+
+def tensors(request: Any) -> dict[str, Any]:
+    return {t.name: [*t.contents.bytes_contents, *t.contents.bool_contents] for t in request.inputs}
+
+
+def test_generate_adds_up_the_stream(client: Client) -> None:
+    answer = client.generate("hello", request_id="mine")
+    assert answer.text == "Hello ✓"
+    assert answer.finish_reason == "length"
+    assert answer.request_id == "mine"
+    assert (answer.num_input_tokens, answer.num_output_tokens) == (7, 4)
+    assert answer.ttft_s is not None
+    assert len(answer.delta_times_s) == 3
+    assert 0 < answer.ttft_s == answer.delta_times_s[0] <= answer.delta_times_s[2]
+
+
+def test_objectives_travel_as_parameters_and_sampling_as_json(
+    client: Client, triton: FakeTriton
+) -> None:
+    sampling = {"temperature": 0, "stop": ["a", "é"]}
+    client.generate("hello", max_tokens=5, ttft_slo_ms=400, tbt_slo_ms=80.5, sampling=sampling)
+    (request,) = triton.requests
+    assert request.model_name == "m"
+    assert {k: v.double_param for k, v in request.parameters.items()} == {
+        "ttft_slo_ms": 400.0,
+        "tbt_slo_ms": 80.5,
+    }
+    inputs = tensors(request)
+    assert json.loads(inputs.pop("sampling_parameters")[0]) == {"max_tokens": 5, **sampling}
+    assert inputs == {
+        "text_input": [b"hello"],
+        "stream": [True],
+        "return_finish_reason": [True],
+        "return_num_input_tokens": [True],
+        "return_num_output_tokens": [True],
+    }
+
+
+def test_without_objectives_the_model_decides(client: Client, triton: FakeTriton) -> None:
+    client.generate("hello")
+    assert not triton.requests[0].parameters
+
+
+def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> None:
+    answers = [client.generate("hello") for _ in range(3)]
+    assert len({a.request_id for a in answers}) == 3
+    assert [a.request_id for a in answers] == [r.id for r in triton.requests]
+
+
+def test_server_errors_are_raised_with_the_servers_text(client: Client) -> None:
+    with pytest.raises(ServerError, match="ttft_slo_ms=-1: must be > 0"):
+        client.generate("bad")
+
+
+def test_what_came_before_an_error_is_kept(client: Client) -> None:
+    stream = client.stream("late")
+    assert next(stream).text == "so far "
+    with pytest.raises(ServerError, match="engine died"):
+        next(stream)
+    assert stream.completion().text == "so far "
+    assert stream.completion().finish_reason is None
+
+
+def test_a_stream_that_just_ends_is_an_error(client: Client) -> None:
+    with pytest.raises(ServerError, match="before the answer was complete"):
+        client.generate("cut")
+
+
+def test_leaving_the_block_early_cancels_on_the_server(client: Client, triton: FakeTriton) -> None:
+    with client.stream("wait", request_id="left") as stream:
+        for delta in stream:
+            assert delta.text == "first "
+            break
+    wait_for(lambda: triton.ended_early == ["left"])
+    assert stream.completion().finish_reason == "cancelled"
+
+
+def test_cancel_ends_the_iteration_without_an_error(client: Client, triton: FakeTriton) -> None:
+    stream = client.stream("wait", request_id="c")
+    canceller = threading.Thread(target=lambda: (triton.live.acquire(), stream.cancel()))
+    canceller.start()
+    assert [delta.text for delta in stream] == ["first "]
+    canceller.join()
+    wait_for(lambda: triton.ended_early == ["c"])
+
+
+def test_cancelling_one_request_leaves_the_others_alone(client: Client, triton: FakeTriton) -> None:
+    streams = [client.stream("wait", request_id=str(i)) for i in range(3)]
+    for stream in streams:
+        next(stream)
+    streams[1].cancel()
+    wait_for(lambda: bool(triton.ended_early))
+    assert triton.ended_early == ["1"]
+    assert client.generate("hello").text == "Hello ✓"
+    assert triton.ended_early == ["1"]
+
+
+def test_cancel_after_the_end_changes_nothing(client: Client) -> None:
+    stream = client.stream("hello")
+    list(stream)
+    stream.cancel()
+    assert stream.completion().finish_reason == "length"
+
+
+def test_the_deadline_is_an_error_and_cancels(client: Client, triton: FakeTriton) -> None:
+    with pytest.raises(ServerError, match="DEADLINE_EXCEEDED") as caught:
+        client.generate("wait", request_id="slow", timeout_s=0.2)
+    assert caught.value.status == "DEADLINE_EXCEEDED"
+    wait_for(lambda: triton.ended_early == ["slow"])
+
+
+def test_control_requests(client: Client, triton: FakeTriton) -> None:
+    assert client.cancel("known") is True
+    assert client.cancel("unknown") is False
+    assert client.engine_stats() == {"num_decisions": 3}
+    assert all(tensors(r) == {"text_input": [b""]} for r in triton.requests)
+
+
+def test_no_server_is_an_error_that_says_so() -> None:
+    with Client("127.0.0.1:1", "m") as client, pytest.raises(ServerError, match="UNAVAILABLE"):
+        client.generate("hello")
+
+
+def test_close_cancels_what_runs_and_leaves_no_thread(triton: FakeTriton) -> None:
+    before = client_threads()
+    client = Client(triton.url, "m")  # type: ignore[attr-defined]
+    next(client.stream("wait", request_id="open"))
+    opened = client_threads() - before
+    assert opened
+    client.close()
+    wait_for(lambda: triton.ended_early == ["open"])
+    wait_for(lambda: not client_threads() & opened)
+
+
+def test_async_close_cancels_what_runs_and_leaves_no_thread(triton: FakeTriton) -> None:
+    async def scenario() -> set[threading.Thread]:
+        async with AsyncClient(triton.url, "m") as client:  # type: ignore[attr-defined]
+            stream = client.stream("wait", request_id="open")
+            assert (await stream.__anext__()).text == "first "
+            return client_threads() - before
+
+    before = client_threads()
+    opened = asyncio.run(scenario())
+    assert opened
+    wait_for(lambda: triton.ended_early == ["open"])
+    wait_for(lambda: not client_threads() & opened)
+
+
+def test_async_client_does_the_same(triton: FakeTriton) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(triton.url, "m") as client:  # type: ignore[attr-defined]
+            answers = await asyncio.gather(*(client.generate("hello") for _ in range(3)))
+            assert [a.text for a in answers] == ["Hello ✓"] * 3
+            assert answers[0].num_output_tokens == 4
+            with pytest.raises(ServerError, match="must be > 0"):
+                await client.generate("bad")
+            with pytest.raises(ServerError, match="before the answer was complete"):
+                await client.generate("cut")
+            with pytest.raises(ServerError, match="DEADLINE_EXCEEDED"):
+                await client.generate("wait", timeout_s=0.2)
+            assert await client.cancel("known") is True
+            assert await client.cancel("unknown") is False
+            assert await client.engine_stats() == {"num_decisions": 3}
+
+    asyncio.run(scenario())
+
+
+def test_async_leaving_early_cancels_and_so_does_cancelling_the_task(triton: FakeTriton) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(triton.url, "m") as client:  # type: ignore[attr-defined]
+            async with client.stream("wait", request_id="left") as stream:
+                async for delta in stream:
+                    assert delta.text == "first "
+                    break
+            assert stream.completion().finish_reason == "cancelled"
+            await asyncio.to_thread(wait_for, lambda: "left" in triton.ended_early)
+
+            stream = client.stream("wait", request_id="cancelled")
+            assert (await stream.__anext__()).text == "first "
+            stream.cancel()
+            assert [delta async for delta in stream] == []
+            await asyncio.to_thread(wait_for, lambda: "cancelled" in triton.ended_early)
+
+            task = asyncio.create_task(client.generate("wait", request_id="task"))
+            await asyncio.to_thread(wait_for, lambda: triton.requests[-1].id == "task")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.to_thread(wait_for, lambda: "task" in triton.ended_early)
+
+    asyncio.run(scenario())
+
+
+def test_async_client_says_that_it_needs_a_loop() -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        AsyncClient("127.0.0.1:1")
+
+
+def test_neither_client_nor_metrics_imports_torch() -> None:
+    code = (
+        "import sys, flowprefill_client, flowprefill.metrics;"
+        "print([m for m in sys.modules if m == 'torch' or m.startswith('flowprefill.')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "['flowprefill.version', 'flowprefill.metrics']"
