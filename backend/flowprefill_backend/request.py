@@ -1,0 +1,223 @@
+"""Tensors and parameters of a request -> what the engine takes. Knows no engine and no threads.
+
+`read` copies plain values out of the server's objects, on the thread that execute() runs on.
+`control` recognises requests that are answered at once. `parse` checks everything else and
+tokenises; it may take milliseconds and runs on a worker thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import (
+    FlowPrefillError,
+    InvalidParameterError,
+    InvalidRequestError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
+from flowprefill.request import SLO
+from flowprefill.sampling_params import SamplingParams
+from flowprefill.stats import EngineInfo
+from flowprefill.tokenizer import Tokenizer
+from flowprefill_backend.answer import AnswerOptions
+from flowprefill_backend.contract import UNSUPPORTED_INPUTS
+
+CANCEL_ID = "cancel_id"
+ENGINE_STATS = "engine_stats"
+NAMES_ERROR_CODE = "error_code_in_message"
+"""Request parameter of callers inside the server, to whom only an error's text arrives."""
+
+
+class LoraDisabledError(FlowPrefillError):
+    """A LoRA adapter was asked for; the text is vllm_backend's."""
+
+    code = "UNSUPPORTED"
+
+    def __init__(self) -> None:
+        super().__init__("LoRA feature is not enabled.")
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """Plain values of one Triton request; keeps none of the server's objects alive."""
+
+    arrival_s: float
+    """CLOCK_MONOTONIC seconds at which execute() was entered."""
+    triton_id: str
+    """The client's own id; "" when it sent none."""
+    inputs: Mapping[str, list[Any]]
+    """Flattened elements of each input that was sent: bytes, bool or float."""
+    parameters: Mapping[str, Any]
+
+    @property
+    def names_error_code(self) -> bool:
+        return self.parameters.get(NAMES_ERROR_CODE) is True
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request that passed every check."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    slo: SLO
+    options: AnswerOptions
+
+
+@dataclass(frozen=True)
+class Control:
+    """A request to the backend itself; its text_input is not looked at."""
+
+    cancel_id: str | None = None
+    """Triton id of the live request to cancel; None: engine_stats is asked for."""
+
+
+def read(request: Any, arrival_s: float) -> RawRequest:
+    """Copy a pb_utils.InferenceRequest; its arrays are freed on this thread of Python's."""
+    inputs = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
+    parameters = json.loads(request.parameters() or "{}")
+    return RawRequest(arrival_s, str(request.request_id()), inputs, parameters)
+
+
+def control(raw: RawRequest) -> Control | None:
+    """The control request that `raw` is, or None. Raises InvalidParameterError naming cancel_id."""
+    cancel_id = raw.parameters.get(CANCEL_ID)
+    if _mentions(raw, CANCEL_ID):
+        # A broken text is no control request; parse() is the one to say what is wrong with it.
+        try:
+            cancel_id = _sampling_values(raw).get(CANCEL_ID, cancel_id)
+        except InvalidRequestError:
+            return None
+    if cancel_id is not None:
+        is_id = isinstance(cancel_id, (str, int)) and not isinstance(cancel_id, bool)
+        if not is_id or cancel_id == "":
+            raise InvalidParameterError(CANCEL_ID, cancel_id, "the id of a request")
+        return Control(cancel_id=str(cancel_id))
+    if str(raw.parameters.get(ENGINE_STATS, "")).lower() in ("true", "1"):
+        return Control()
+    return None
+
+
+def parse(
+    raw: RawRequest, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer
+) -> ParsedRequest:
+    """Check and tokenise. Raises FlowPrefillError naming field, value and limit."""
+    for name in UNSUPPORTED_INPUTS:
+        size = sum(map(len, raw.inputs.get(name, ())))
+        if size:
+            raise UnsupportedFeatureError(name, f"{size} bytes")
+    options = _options(raw)
+    values = _sampling_values(raw)
+    slo = SLO(
+        ttft_s=_slo_ms(raw, values, "ttft_slo_ms", config.ttft_slo_ms) / 1000,
+        tbt_s=_slo_ms(raw, values, "tbt_slo_ms", config.tbt_slo_ms) / 1000,
+    )
+    if values.pop("lora_name", None):
+        raise LoraDisabledError
+    sampling = SamplingParams.from_mapping(
+        values,
+        vocab_size=info.vocab_size,
+        # Without the tensor the values are the request's parameters, where generic clients put
+        # whatever they like.
+        ignore_unknown="sampling_parameters" not in raw.inputs,
+    )
+    text = _element(raw, "text_input")
+    max_bytes = info.max_model_len * tokenizer.max_token_bytes
+    if len(text) > max_bytes:
+        raise PromptTooLongError(
+            f"text_input has {len(text)} bytes: max_model_len {info.max_model_len} tokens hold at "
+            f"most {max_bytes}"
+        )
+    prompt = _decode("text_input", text)
+    prompt_token_ids = tokenizer.encode(prompt)
+    if not prompt_token_ids:
+        raise InvalidParameterError("text_input", prompt, "a text of at least one token")
+    if len(prompt_token_ids) + sampling.max_tokens > info.max_model_len:
+        raise PromptTooLongError(
+            f"prompt of {len(prompt_token_ids)} tokens + max_tokens={sampling.max_tokens} > "
+            f"max_model_len {info.max_model_len}"
+        )
+    return ParsedRequest(prompt, prompt_token_ids, sampling, slo, options)
+
+
+def _options(raw: RawRequest) -> AnswerOptions:
+    stream = bool(_element(raw, "stream", False))
+    exclude_prompt = bool(_element(raw, "exclude_input_in_output", stream))
+    if stream and not exclude_prompt:
+        raise InvalidRequestError(
+            "When streaming, `exclude_input_in_output` = False is not allowed."
+        )
+    return AnswerOptions(
+        stream=stream,
+        prepend_prompt=not exclude_prompt,
+        finish_reason=bool(_element(raw, "return_finish_reason", False)),
+        cumulative_logprob=bool(_element(raw, "return_cumulative_logprob", False)),
+        logprobs=bool(_element(raw, "return_logprobs", False)),
+        num_input_tokens=bool(_element(raw, "return_num_input_tokens", False)),
+        num_output_tokens=bool(_element(raw, "return_num_output_tokens", False)),
+    )
+
+
+def _sampling_values(raw: RawRequest) -> dict[str, Any]:
+    """The sampling_parameters text if it was sent, else the request's parameters; never both."""
+    if "sampling_parameters" not in raw.inputs:
+        return dict(raw.parameters)
+    text = _decode("sampling_parameters", _element(raw, "sampling_parameters"))
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidParameterError("sampling_parameters", text, "the JSON text of one object")
+    return values
+
+
+def _slo_ms(raw: RawRequest, values: dict[str, Any], name: str, default: float) -> float:
+    """Input tensor > key of sampling_parameters > request parameter > model.json, milliseconds."""
+    in_sampling = values.pop(name, None)
+    for value in (_element(raw, name, None), in_sampling, raw.parameters.get(name)):
+        if value is not None:
+            return _number(name, value)
+    return default
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidParameterError(name, value, "a number of milliseconds") from None
+
+
+_REQUIRED = object()
+
+
+def _element(raw: RawRequest, name: str, default: Any = _REQUIRED) -> Any:
+    """The only element of an input, or `default` when it was not sent."""
+    elements = raw.inputs.get(name)
+    if elements is None and default is not _REQUIRED:
+        return default
+    if elements is None or len(elements) != 1:
+        raise InvalidParameterError(name, elements, "a tensor of one element")
+    return elements[0]
+
+
+def _decode(name: str, value: bytes) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        limit = f"valid UTF-8 (byte {error.start} is not)"
+        raise InvalidParameterError(name, value[error.start : error.start + 8], limit) from error
+
+
+def _mentions(raw: RawRequest, key: str) -> bool:
+    """Whether the sampling_parameters text may hold `key`: spares execute() parsing every text."""
+    needle = f'"{key}"'.encode()
+    return any(needle in text for text in raw.inputs.get("sampling_parameters", ()))

@@ -1,0 +1,91 @@
+"""TritonPythonModel: the three calls that the Triton server makes. Loads; owns no policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton_python_backend_utils as pb_utils
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import FlowPrefillError
+from flowprefill_backend import contract
+
+if TYPE_CHECKING:
+    from flowprefill_backend.instance import Instance
+
+
+class TritonPythonModel:
+    """One instance of a model whose config.pbtxt names this backend."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Complete a pb_utils.ModelConfig; runs in a process of its own."""
+        return contract.complete(auto_complete_model_config)
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the model. Raises TritonModelException with one line that says what is wrong."""
+        try:
+            self._instance = load(args)
+        except FlowPrefillError as error:
+            raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take over `requests`; their answers go through their response senders."""
+        self._instance.execute(requests)
+
+    def finalize(self) -> None:
+        """End within bounds; the server waits for it without limit."""
+        self._instance.close()
+
+
+def load(args: Mapping[str, str]) -> Instance:
+    """Read config.pbtxt and model.json, load the tokenizer, start the engine."""
+    # Here, not above: the auto-completion process needs none of it.
+    from flowprefill.engine_process import EngineClient
+    from flowprefill.programs.model_spec import resolve_model_path
+    from flowprefill.tokenizer import Tokenizer
+    from flowprefill_backend.instance import Instance
+
+    log = pb_utils.Logger
+    model_config = json.loads(args["model_config"])
+    contract.check(model_config, args["model_instance_kind"])
+    # The server calls the model's own directory its repository.
+    version_dir = Path(args["model_repository"]) / args["model_version"]
+    config, without_effect = EngineConfig.from_file(version_dir / "model.json")
+    config = resolve_paths(config, version_dir)
+    for key in without_effect:
+        log.log_info(f"[flowprefill] model.json: {key} has no effect here")
+    if contract.flag(model_config, "REPORT_CUSTOM_METRICS"):
+        log.log_info("[flowprefill] REPORT_CUSTOM_METRICS has no effect here")
+    tokenizer = Tokenizer.load(
+        Path(config.tokenizer) if config.tokenizer else resolve_model_path(config.model)
+    )
+    return Instance(
+        config,
+        tokenizer,
+        lambda on_output: EngineClient(config, on_output, _line_logger(log)),
+        log,
+        checks_health=contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK"),
+    )
+
+
+def resolve_paths(config: EngineConfig, version_dir: Path) -> EngineConfig:
+    """Make relative paths of model.json relative to its own directory."""
+
+    def resolve(path: str) -> str:
+        return str(version_dir / Path(path).expanduser())
+
+    is_package = config.model.startswith("package:")
+    return dataclasses.replace(
+        config,
+        model=config.model if is_package else resolve(config.model),
+        tokenizer=config.tokenizer and resolve(config.tokenizer),
+    )
+
+
+def _line_logger(log: Any) -> Callable[[str], None]:
+    return lambda line: log.log_info(f"[flowprefill] {line}")
