@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowprefill.bench import blocking, hol
 from flowprefill.errors import FlowPrefillError, ServerStartError
+from flowprefill.server_layout import default_model_repository
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +31,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks through the real server.")
 app.add_typer(bench_app, name="bench")
+bench_app.command("hol")(hol.run)
+bench_app.command("blocking")(blocking.run)
 
 
 def main() -> None:
@@ -172,12 +176,3 @@ def _show_log(
             message = parse_line(line)
             if verbose or (message and (message.level != "I" or "[flowprefill]" in message.text)):
                 console.print(line, markup=False)
-
-
-def default_model_repository() -> Path:
-    """./model_repository, else the one beside the source tree of an editable install."""
-    beside_source = Path(__file__).resolve().parent.parent / "model_repository"
-    for candidate in (Path("model_repository"), beside_source):
-        if candidate.is_dir():
-            return candidate
-    raise ServerStartError("no ./model_repository here: name one with --model-repository")

@@ -248,6 +248,15 @@ def check_ports(options: ServerOptions) -> None:
                 raise ServerStartError(f"port {port} on {options.host}: {reason}") from None
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports on which nothing listens now; held together until the last is found, so they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]
+
+
 def _environment(installation: Installation) -> dict[str, str]:
     """The stub embeds Python: the first python on PATH decides whose packages it sees."""
     env = dict(os.environ)

@@ -98,6 +98,15 @@ def write_backend(directory: Path) -> None:
     (directory / "model.py").write_text(_MODEL_PY, encoding="utf-8")
 
 
+def default_model_repository() -> Path:
+    """./model_repository, else the one beside the source tree of an editable install."""
+    beside_source = Path(__file__).resolve().parent.parent / "model_repository"
+    for candidate in (Path("model_repository"), beside_source):
+        if candidate.is_dir():
+            return candidate
+    raise ServerStartError("no ./model_repository here: name one with --model-repository")
+
+
 def _check_numpy() -> None:
     version = importlib.metadata.version("numpy")
     if int(version.split(".")[0]) >= 2:

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flowprefill import __version__
-from flowprefill.cli import app, default_model_repository
+from flowprefill.cli import app
+from flowprefill.server_layout import default_model_repository
 
 
 def flowprefill(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,8 +31,8 @@ def test_help_lists_the_commands() -> None:
         assert command in result.output
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, flowprefill.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+def test_help_loads_no_engine_and_no_client() -> None:
+    code = "import sys, flowprefill.cli; print([m for m in ('torch', 'grpc', 'rich.console') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 

