@@ -136,7 +136,7 @@ class AsyncClient:
         return stream.completion()
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancel requests that were sent with this id, by any client. False if there is none."""
+        """Cancel the latest live request with this id, whoever sent it. False if there is none."""
         return await self._control(cancel_request(self._model, request_id)) == "cancelled"
 
     async def engine_stats(self) -> dict[str, Any]:

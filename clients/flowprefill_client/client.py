@@ -135,7 +135,7 @@ class Client:
         return stream.completion()
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel requests that were sent with this id, by any client. False if there is none."""
+        """Cancel the latest live request with this id, whoever sent it. False if there is none."""
         return self._control(cancel_request(self._model, request_id)) == "cancelled"
 
     def engine_stats(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from flowprefill_client import AsyncClient, Client, ServerError
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from flowprefill_client import AsyncClient, Client, ServerError
 
 WAIT_S = 10.0
 

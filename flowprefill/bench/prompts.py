@@ -1,0 +1,54 @@
+"""Prompts of an exact token count, different each time and the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from flowprefill.bench.report import BenchmarkError
+from flowprefill.config import EngineConfig
+from flowprefill.programs.model_spec import resolve_model_path
+from flowprefill.tokenizer import Tokenizer
+
+# Common words: nearly every tokenizer has each of them, with a space before it, as one token.
+_WORDS = (
+    "the of and to in is that for it as was with be by on not he his but at are this have from or "
+    "had an they which you were all her she there would their we him been has when who will more "
+    "no if out so said what up its about into than them can only other new some could time these "
+    "two may then do first any my now such like our over man me even most made after also did many "
+    "before must through back years where much your way well down should because each just those "
+    "people how too little state good very make world still own see men work long get here between "
+    "both life being under never day same another know while last might us great old year off come"
+)
+_MAX_TRIES = 20
+
+
+def exact_prompt(encode: Callable[[str], list[int]], num_tokens: int, rng: random.Random) -> str:
+    """A text of random words that `encode` turns into exactly `num_tokens` token ids.
+
+    encode: text to token ids, with whatever the tokenizer puts in front of a prompt
+    Raises BenchmarkError if none is found, as with a tokenizer that does not know these words.
+    """
+    known = _WORDS.split()
+    words = rng.choices(known, k=num_tokens)
+    for _ in range(_MAX_TRIES):
+        text = " ".join(words)
+        found = len(encode(text))
+        if found == num_tokens:
+            return text
+        # Words may be several tokens each: go the share of the way that is right on average.
+        step = max(1, abs(found - num_tokens) * len(words) // max(found, 1))
+        if found > num_tokens:
+            del words[-step:]
+        else:
+            words += rng.choices(known, k=step)
+    raise BenchmarkError(f"no prompt of exactly {num_tokens} tokens found with this tokenizer")
+
+
+def prompt_maker(config: EngineConfig, seed: int) -> Callable[[int], str]:
+    """A function from a token count to a new prompt of so many tokens for the model of `config`."""
+    path = Path(config.tokenizer) if config.tokenizer else resolve_model_path(config.model)
+    tokenizer = Tokenizer.load(path)
+    rng = random.Random(seed)
+    return lambda num_tokens: exact_prompt(tokenizer.encode, num_tokens, rng)

@@ -1,0 +1,74 @@
+"""What all benchmarks share: the error, facts of the run, the model to use, the JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import FlowPrefillError
+from flowprefill.server_layout import default_model_repository
+
+
+class BenchmarkError(FlowPrefillError):
+    """The benchmark cannot give a figure that means what it should."""
+
+
+def load_model_json(path: Path | None) -> EngineConfig:
+    """The configuration in `path`, or the default model's, with the paths in it made absolute."""
+    if path is None:
+        path = default_model_repository() / "smollm2" / "1" / "model.json"
+    config, _ = EngineConfig.from_file(path)
+    values = config.to_dict()
+    for name in ("model", "tokenizer"):
+        if values[name] is not None and not values[name].startswith("package:"):
+            values[name] = str((path.parent / values[name]).resolve())
+    return EngineConfig.from_dict(values)
+
+
+def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:
+    """Machine, model, seed and commit: what a figure must be quoted with."""
+    return {
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "model": config.model,
+        "dtype": config.dtype,
+        "device": config.device,
+        "seed": seed,
+        "commit": _commit(),
+    }
+
+
+def print_json(result: dict[str, Any], json_out: Path | None) -> None:
+    """Print `result` as one line on standard output; write it to `json_out` too if given."""
+    line = json.dumps(result)
+    if json_out is not None:
+        json_out.parent.mkdir(parents=True, exist_ok=True)
+        json_out.write_text(line + "\n", encoding="utf-8")
+    print(line, flush=True)
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that is running; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        run = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()

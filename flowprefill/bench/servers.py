@@ -1,0 +1,56 @@
+"""A tritonserver for a benchmark: the same model once per policy, on free ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from flowprefill.config import EngineConfig
+from flowprefill.server import ServerOptions, TritonServer
+
+
+@contextlib.contextmanager
+def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[str]:
+    """Run a tritonserver with one model per policy; yields its gRPC address, host:port."""
+    with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
+        for policy in policies:
+            _write_model(Path(directory) / model_name(policy), config, policy)
+        http_port, grpc_port, metrics_port = _free_ports(3)
+        options = ServerOptions(
+            Path(directory),
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            # One after the other, so that engines do not disturb each other's calibration.
+            extra_args=("--model-load-thread-count=1",),
+        )
+        with TritonServer(options) as server:
+            yield server.grpc_url
+
+
+def _write_model(directory: Path, config: EngineConfig, policy: str) -> None:
+    version = directory / "1"
+    version.mkdir(parents=True)
+    (directory / "config.pbtxt").write_text(
+        'backend: "flowprefill"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
+    )
+    values = {**config.to_dict(), "policy": policy, "granularity": "tile"}
+    (version / "model.json").write_text(json.dumps(values))
+
+
+def model_name(policy: str) -> str:
+    """The name under which a policy's model is served."""
+    return "hol_" + policy.replace("-", "_")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; all held until the last is found, so they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
