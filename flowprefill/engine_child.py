@@ -1,0 +1,107 @@
+"""EngineChild: one life of the engine process, as its parent holds it.
+
+Knows neither requests nor restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flowprefill.config import EngineConfig
+from flowprefill.engine_server import STACK_DUMP_SIGNAL
+from flowprefill.wire import Channel, Kind, pack
+
+REAP_S = 2.0
+LOG_END_S = 0.5
+STACK_DUMP_S = 0.3
+
+
+class EngineChild:
+    """Spawns `flowprefill.engine_server`, forwards what it prints by line, kills and reaps it."""
+
+    def __init__(
+        self, config: EngineConfig, engine_factory: str, on_log: Callable[[str], None]
+    ) -> None:
+        """Returns once the process runs; READY or LOAD_FAILED follows. OSError if it cannot run."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = _spawn(theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        self.channel = Channel(ours)
+        self._log_thread = threading.Thread(
+            target=self._forward_log, args=(on_log,), name="engine-log", daemon=True
+        )
+        self._log_thread.start()
+        start = {"config": config.to_dict(), "engine_factory": engine_factory}
+        self.channel.send(pack(Kind.START, start))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def dump_stacks(self) -> None:
+        """Make the process log where each of its threads stands, while it still can."""
+        self._process.send_signal(STACK_DUMP_SIGNAL)
+        time.sleep(STACK_DUMP_S)  # the handler is C code and answers even while the GIL is held
+
+    def end(self, grace_s: float = 0.0) -> str:
+        """Kill the process unless it ends within `grace_s`; reap it. Returns how it ended.
+
+        Bounded: a process that the kernel cannot end (stuck in a driver) is left behind.
+        """
+        code = self._wait(grace_s)
+        if code is None:
+            self._process.kill()  # Popen never signals a pid that was reaped
+            code = self._wait(REAP_S)
+        self._log_thread.join(LOG_END_S)
+        self.channel.close()
+        if code is None:
+            return "cannot be killed"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def _wait(self, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _forward_log(self, on_log: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                # whatever a callback does, keep reading: a full pipe would stop the engine
+                with contextlib.suppress(Exception):
+                    on_log(line.rstrip("\n"))
+
+
+def _spawn(fd: int) -> subprocess.Popen[str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONSAFEPATH": "1",  # no module of the working directory gets in front of ours
+    }
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "flowprefill.engine_server", str(fd)],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        encoding="utf-8",
+        errors="replace",
+    )

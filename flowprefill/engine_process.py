@@ -1,0 +1,464 @@
+"""EngineClient: the calls of Engine, with the engine in a child process that is supervised.
+
+Knows neither models nor scheduling. One supervisor thread does everything that has an order: it
+reads the engine's messages, delivers outputs, watches for death and wedge, restarts, ends what
+waited too long for a restart, and closes. So a request's end is delivered once: only that thread
+delivers, and only for ids that are live. `submit` and `cancel` use the channel, which never blocks.
+
+With nothing live there are no timers: an idle engine and its client sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_readable
+from typing import Any
+
+from flowprefill.config import EngineConfig
+from flowprefill.engine_child import EngineChild
+from flowprefill.errors import (
+    EngineDeadError,
+    FlowPrefillError,
+    InvalidRequestError,
+    ModelLoadError,
+    UnavailableError,
+)
+from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.stats import EngineInfo, EngineStats
+from flowprefill.supervision import ProgressWatch, RestartPlan, Supervision
+from flowprefill.wire import Kind, pack, unpack_error
+
+DEFAULT_ENGINE = "flowprefill.engine:Engine"
+CLOSE_GRACE_S = 3.0
+EXIT_GRACE_S = 0.5
+CLOSED_MESSAGE = "the engine was closed"
+
+
+class EngineState(str, enum.Enum):
+    """What the engine process is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"  # it died; new requests are held
+    FAILED = "failed"  # it did not load, or died too often
+    CLOSED = "closed"
+
+
+@dataclass
+class HeldRequest:
+    """A request that came while the engine restarts."""
+
+    packed: bytes
+    expires_s: float
+    is_cancelled: bool = False
+
+
+class EngineClient:
+    """An Engine in a child process. Its methods may be called from any thread, callbacks included
+    (but `stats` not in on_output)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_output: Callable[[TokenOutput], None],
+        on_log: Callable[[str], None],
+        *,
+        engine_factory: str = DEFAULT_ENGINE,
+        supervision: Supervision | None = None,
+    ) -> None:
+        """Starts nothing yet.
+
+        on_output: runs on the supervisor thread, which stands still meanwhile; must return soon.
+        on_log: gets the engine's stdout and stderr line by line, and what happens to the process.
+        """
+        limits = supervision or Supervision()
+        self._config = config
+        self._on_output = on_output
+        self._on_log = on_log
+        self._engine_factory = engine_factory
+        self._on_progress: Callable[[str, float], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
+        self._loaded: Future[EngineInfo] = Future()
+        self._waker, self._wake_end = socket.socketpair()
+        self._waker.setblocking(False)
+
+        self._lock = threading.Lock()  # guards what follows; never held during a callback
+        self._state = EngineState.STARTING
+        self._why_not_ready = "the engine has not started"
+        self._child: EngineChild | None = None
+        self._live: set[int] = set()  # in the engine process, end not delivered
+        self._held: dict[int, HeldRequest] = {}  # waiting for a restart
+        self._watch = ProgressWatch(limits, config.max_slice_ms / 1000)
+        self._stats_calls: dict[int, Future[EngineStats]] = {}
+        self._stats_serials = itertools.count()
+        self._drain_s: float | None = None  # set by close()
+
+        # of the supervisor thread alone
+        self._restarts = RestartPlan(limits)
+        self._load_error: FlowPrefillError | None = None
+        self._respawn_s: float | None = None
+        self._close_deadline_s: float | None = None
+
+    # ---- calls ----
+
+    def start(self, on_progress: Callable[[str, float], None] | None = None) -> EngineInfo:
+        """Start the engine process and wait until it has loaded.
+
+        on_progress(stage, fraction) runs on the supervisor thread. A failed load raises what the
+        engine raised (ConfigError, ModelLoadError, ...) and leaves no process; it is not retried.
+        """
+        with self._lock:
+            if self._drain_s is not None:
+                raise UnavailableError(CLOSED_MESSAGE)
+            self._on_progress = on_progress
+            self._thread.start()
+        try:
+            return self._loaded.result()
+        except FlowPrefillError:
+            self._thread.join()
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the engine; valid after `start`."""
+        return self._loaded.result(timeout=0)
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are taken: the engine is ready, or on its way back after a death."""
+        is_closing = self._drain_s is not None
+        return not is_closing and self._state in (EngineState.READY, EngineState.RESTARTING)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; None while there is none."""
+        child = self._child
+        return child.pid if child else None
+
+    def submit(self, request: Request) -> None:
+        """Hand a request over; outputs follow through on_output. Never blocks.
+
+        During a restart it is held for at most config.queue_timeout_ms, then ends UNAVAILABLE.
+        Raises UnavailableError before `start`, after `close`, and when the engine failed for good;
+        InvalidRequestError for values that no wire can carry.
+        """
+        req_id = request.req_id
+        packed = _pack_request(request)
+        with self._lock:
+            assert req_id not in self._live and req_id not in self._held, f"{req_id} used twice"
+            if self._drain_s is not None:
+                raise UnavailableError("the engine is shutting down")
+            if self._state is EngineState.READY:
+                is_first = not self._live
+                self._send_request(req_id, packed)
+            elif self._state is EngineState.RESTARTING:
+                is_first = True
+                expires_s = time.monotonic() + self._config.queue_timeout_ms / 1000
+                self._held[req_id] = HeldRequest(packed, expires_s)
+            else:
+                raise EngineDeadError(self._why_not_ready)
+        if is_first:
+            self._wake()  # a timer is needed now
+
+    def cancel(self, req_id: int) -> None:
+        """End a request with CANCELLED. Unknown and finished ids are ignored."""
+        with self._lock:
+            if req_id in self._held:
+                self._held[req_id].is_cancelled = True
+                self._wake()
+            elif req_id in self._live and self._child:
+                self._child.channel.send(pack(Kind.CANCEL, req_id))
+
+    def stats(self, timeout_s: float = 2.0) -> EngineStats:
+        """Ask the engine for its statistics; answered also during a long slice.
+
+        Raises UnavailableError without a ready engine or an answer in time. Not for use in
+        on_output, which holds up the thread that receives the answer.
+        """
+        call: Future[EngineStats] = Future()
+        with self._lock:
+            if self._state is not EngineState.READY or self._child is None:
+                raise UnavailableError(self._why_not_ready)
+            serial = next(self._stats_serials)
+            self._stats_calls[serial] = call
+            self._child.channel.send(pack(Kind.STATS, serial))
+        try:
+            return call.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise UnavailableError(f"no statistics from the engine in {timeout_s} s") from error
+        finally:
+            with self._lock:
+                self._stats_calls.pop(serial, None)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Let live requests run for `drain_s`, cancel the rest, end the engine process and reap it.
+
+        Takes drain_s + a few seconds at most: then the process is killed. A second call waits for
+        the first; a call from a callback returns at once.
+        """
+        with self._lock:
+            is_first = self._drain_s is None
+            if is_first:
+                self._drain_s = drain_s
+            was_started = self._thread.ident is not None
+        self._wake()
+        if was_started and threading.current_thread() is not self._thread:
+            self._thread.join()
+        if is_first and not self._thread.is_alive():  # never started, or ended by a failure before
+            self._finalise(CLOSED_MESSAGE)
+
+    # ---- the supervisor thread ----
+
+    def _run(self) -> None:
+        reason = CLOSED_MESSAGE
+        try:
+            self._spawn()
+            while self._child or self._respawn_s is not None:
+                self._step()
+        except Exception as error:  # a bug of ours must not leave requests hanging
+            reason = f"supervision of the engine failed: {error!r}"
+            self._log(traceback.format_exc())
+        self._finalise(reason)
+
+    def _step(self) -> None:
+        child = self._child
+        sources: list[Any] = [self._wake_end, child.channel] if child else [self._wake_end]
+        readable: list[Any] = wait_readable(sources, self._timeout_s(time.monotonic()))
+        for source in readable:
+            if source is self._wake_end:
+                self._wake_end.recv(4096)
+            elif child:
+                self._receive(child)
+        now_s = time.monotonic()
+        self._end_held(now_s)
+        if self._drain_s is not None:
+            self._advance_close(now_s, self._drain_s)
+        elif self._respawn_s is not None:
+            if now_s >= self._respawn_s:
+                self._spawn()
+        elif self._live and now_s >= self._watch.next_ping_s:
+            self._check_progress(now_s)
+
+    def _timeout_s(self, now_s: float) -> float | None:
+        """Seconds until something is due; None = sleep until a message or a call comes."""
+        with self._lock:
+            due_s = [held.expires_s for held in self._held.values()]
+            if self._live:
+                due_s.append(self._watch.next_ping_s)
+        due_s += [s for s in (self._respawn_s, self._close_deadline_s) if s is not None]
+        return max(0.0, min(due_s) - now_s) if due_s else None
+
+    def _spawn(self) -> None:
+        self._respawn_s = None
+        try:
+            child = EngineChild(self._config, self._engine_factory, self._log)
+        except OSError as error:
+            self._on_death(f"engine process cannot be started: {error}")
+            return
+        with self._lock:
+            self._child = child
+
+    def _receive(self, child: EngineChild) -> None:
+        try:
+            messages = child.channel.receive()
+        except EOFError:
+            self._on_death(f"engine process {child.pid} {child.end(EXIT_GRACE_S)}")
+            return
+        for kind, body in messages:
+            self._handle(kind, body)
+
+    def _handle(self, kind: Kind, body: Any) -> None:
+        if kind is Kind.OUTPUT:
+            self._watch.on_output(time.monotonic())
+            self._deliver(TokenOutput.from_wire(body))
+        elif kind is Kind.PONG:
+            self._watch.on_pong(body, time.monotonic())
+        elif kind is Kind.STATS:
+            serial, stats = body
+            with self._lock:
+                call = self._stats_calls.pop(serial, None)
+            if call:
+                call.set_result(EngineStats.from_wire(stats))
+        elif kind is Kind.PROGRESS:
+            if self._on_progress and not self._loaded.done():
+                self._on_progress(*body)
+        elif kind is Kind.READY:
+            self._on_ready(EngineInfo.from_wire(body))
+        elif kind is Kind.LOAD_FAILED:
+            self._load_error = unpack_error(body)  # the process ends now; its EOF does the rest
+
+    def _on_ready(self, info: EngineInfo) -> None:
+        self._end_held(time.monotonic())
+        with self._lock:
+            self._state = EngineState.READY
+            for req_id, held in self._held.items():
+                self._send_request(req_id, held.packed)
+            self._held.clear()
+        if self._loaded.done():
+            self._log("engine is ready again")
+        else:
+            self._loaded.set_result(info)
+
+    def _send_request(self, req_id: int, packed: bytes) -> None:
+        """With the lock held and a ready child."""
+        assert self._child is not None
+        if not self._live:
+            self._watch.begin(time.monotonic())
+        self._live.add(req_id)
+        self._child.channel.send(packed)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        """Hand an output over, unless its request has ended before."""
+        with self._lock:
+            if output.req_id not in self._live:
+                return
+            if output.finish_reason:
+                self._live.discard(output.req_id)
+        self._call_on_output(output)
+
+    def _on_death(self, reason: str) -> None:
+        """The child is gone and reaped: end what was in it, then restart or give up."""
+        load_error, self._load_error = self._load_error, None
+        if load_error:
+            reason = f"engine cannot load: {load_error}"
+        was_loaded = self._loaded.done()
+        with self._lock:
+            self._child = None
+            if was_loaded:
+                self._state = EngineState.RESTARTING
+            self._why_not_ready = f"{reason}; the engine restarts"
+        num_lost = self._end_live(reason)
+        if self._drain_s is not None:
+            return
+        self._log(f"{reason}; {num_lost} requests lost")
+        backoff_s = self._restarts.backoff_after_death_s(time.monotonic())
+        if not was_loaded:
+            self._give_up(reason)
+            self._loaded.set_exception(load_error or ModelLoadError(f"{reason} while it loaded"))
+        elif backoff_s is None:
+            self._give_up(f"it died too often; last: {reason}")
+        else:
+            self._respawn_s = time.monotonic() + backoff_s
+            self._log(f"engine restarts in {backoff_s:g} s")
+
+    def _give_up(self, reason: str) -> None:
+        with self._lock:
+            self._state = EngineState.FAILED
+            self._why_not_ready = f"the engine failed: {reason}"
+        self._log(self._why_not_ready)
+
+    def _check_progress(self, now_s: float) -> None:
+        child = self._child
+        assert child is not None
+        stalled_s = self._watch.on_ping_time(now_s)
+        if stalled_s is None:
+            child.channel.send(pack(Kind.PING))
+            return
+        child.dump_stacks()
+        child.end()
+        self._on_death(f"engine process {child.pid} made no progress for {stalled_s:.1f} s")
+
+    def _end_live(self, reason: str) -> int:
+        """Everything in the engine process is lost. Returns the number of requests."""
+        with self._lock:
+            lost = sorted(self._live)
+            self._live.clear()
+            stats_calls, self._stats_calls = self._stats_calls, {}
+        for call in stats_calls.values():
+            call.set_exception(UnavailableError(reason))
+        # the place to tell a request that was in two deaths from the innocent ones
+        for req_id in lost:
+            self._call_on_output(_unavailable(req_id, reason))
+        return len(lost)
+
+    def _end_held(self, now_s: float) -> None:
+        """End the held requests that were cancelled, waited too long, or cannot start any more."""
+        with self._lock:
+            is_over = self._drain_s is not None or self._state is EngineState.FAILED
+            ended = {
+                req_id: held
+                for req_id, held in self._held.items()
+                if is_over or held.is_cancelled or now_s >= held.expires_s
+            }
+            for req_id in ended:
+                del self._held[req_id]
+        for req_id, held in ended.items():
+            if held.is_cancelled:
+                self._call_on_output(TokenOutput(req_id, finish_reason=FinishReason.CANCELLED))
+            else:
+                self._call_on_output(_unavailable(req_id, self._why_not_ready))
+
+    def _advance_close(self, now_s: float, drain_s: float) -> None:
+        self._respawn_s = None
+        child = self._child
+        if child is None:
+            return
+        if self._close_deadline_s is None:
+            child.channel.send(pack(Kind.CLOSE, drain_s))
+            self._close_deadline_s = now_s + drain_s + CLOSE_GRACE_S
+        elif now_s >= self._close_deadline_s:
+            child.end()
+            self._on_death(CLOSED_MESSAGE)
+
+    def _finalise(self, reason: str) -> None:
+        """Leave nothing behind: no process, no unfinished request, no waiting caller."""
+        if self._child:
+            self._child.end()
+        with self._lock:
+            self._child = None
+            if self._drain_s is not None:
+                self._state, self._why_not_ready = EngineState.CLOSED, CLOSED_MESSAGE
+            elif self._state is not EngineState.FAILED:
+                self._state, self._why_not_ready = EngineState.FAILED, reason
+        self._end_live(self._why_not_ready)
+        self._end_held(time.monotonic())
+        if not self._loaded.done():
+            self._loaded.set_exception(UnavailableError(self._why_not_ready))
+        self._waker.close()
+        self._wake_end.close()
+
+    # ---- small parts ----
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: awake anyway; closed: nothing left to do
+            self._waker.send(b"\0")
+
+    def _call_on_output(self, output: TokenOutput) -> None:
+        try:
+            self._on_output(output)
+        except Exception:  # one receiver's error must not end the supervision of all
+            self._log(traceback.format_exc())
+
+    def _log(self, line: str) -> None:
+        with contextlib.suppress(Exception):
+            self._on_log(line)
+
+
+def _pack_request(request: Request) -> bytes:
+    try:
+        return pack(Kind.SUBMIT, request.to_wire())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"request cannot be sent to the engine: {error}") from error
+
+
+def _unavailable(req_id: int, reason: str) -> TokenOutput:
+    return TokenOutput(
+        req_id,
+        finish_reason=FinishReason.ERROR,
+        error_code=EngineDeadError.code,
+        error_message=reason,
+    )

@@ -1,0 +1,173 @@
+"""Main of the engine process: one Engine behind one socket. Started by EngineChild only.
+
+    python -m flowprefill.engine_server FD
+
+Threads: main loads the engine and later closes it; a reader moves messages into the engine; the
+channel's sender moves outputs out; the engine brings its own. The process lives exactly as long as
+its parent holds the other end of the socket: at EOF it exits at once, whatever the engine is doing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import FlowPrefillError, ModelLoadError
+from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.stats import EngineInfo, EngineStats
+from flowprefill.wire import Channel, Kind, pack, pack_error
+
+EXIT_CRASHED = 1
+EXIT_ORPHANED = 3
+STACK_DUMP_SIGNAL = signal.SIGUSR1
+CPU_NICENESS = 5
+FLUSH_S = 2.0
+
+
+class EngineLike(Protocol):
+    """What is needed of flowprefill.engine.Engine."""
+
+    info: EngineInfo
+    num_slices: int
+
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, req_id: int) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def close(self, drain_s: float = 0.0) -> None: ...
+
+
+EngineFactory = Callable[
+    [EngineConfig, Callable[[TokenOutput], None], Callable[[str, float], None]], EngineLike
+]
+
+
+class EngineServer:
+    """Serves one Engine to the peer of `channel`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._engine: EngineLike | None = None
+        self._start: dict[str, Any] = {}
+        self._started = threading.Event()
+        self._closing = threading.Event()
+        self._drain_s = 0.0
+
+    def run(self) -> NoReturn:
+        """Load, serve until CLOSE, exit. Never returns."""
+        threading.Thread(target=self._read, name="wire-reader", daemon=True).start()
+        self._started.wait()
+        try:
+            self._engine = self._load(EngineConfig.from_dict(self._start["config"]))
+        except FlowPrefillError as error:
+            self._fail_load(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._fail_load(ModelLoadError(f"{type(error).__name__}: {error}"))
+        self._channel.send(pack(Kind.READY, self._engine.info.to_wire()))
+        self._closing.wait()
+        self._engine.close(self._drain_s)
+        self._exit(0)
+
+    def _load(self, config: EngineConfig) -> EngineLike:
+        if config.device != "cuda" and not Path("/dev/nvidiactl").exists():
+            # Linux applies this to the calling thread and those it starts: the engine and its
+            # operators step back; reader and sender, started before, keep the server's priority
+            os.nice(CPU_NICENESS)
+        module, _, name = self._start["engine_factory"].partition(":")
+        factory: EngineFactory = getattr(importlib.import_module(module), name)
+        return factory(config, self._on_output, self._on_progress)
+
+    def _on_output(self, output: TokenOutput) -> None:
+        self._channel.send(pack(Kind.OUTPUT, output.to_wire()))
+
+    def _on_progress(self, stage: str, fraction: float) -> None:
+        self._channel.send(pack(Kind.PROGRESS, [stage, fraction]))
+
+    def _fail_load(self, error: FlowPrefillError) -> NoReturn:
+        self._channel.send(pack(Kind.LOAD_FAILED, pack_error(error)))
+        self._exit(EXIT_CRASHED)
+
+    def _exit(self, code: int) -> NoReturn:
+        self._channel.flush(FLUSH_S)
+        # past atexit handlers and destructors: they can hang on device and thread state
+        os._exit(code)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for kind, body in self._channel.receive():
+                    self._handle(kind, body)
+        except EOFError:
+            os._exit(EXIT_ORPHANED)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(EXIT_CRASHED)
+
+    def _handle(self, kind: Kind, body: Any) -> None:
+        if kind is Kind.START:
+            self._start = body
+            self._started.set()
+            return
+        engine = self._engine
+        if engine is None:
+            assert kind is Kind.CLOSE, f"{kind} before READY"
+            os._exit(0)
+        if kind is Kind.SUBMIT:
+            self._submit(engine, Request.from_wire(body))
+        elif kind is Kind.CANCEL:
+            engine.cancel(body)
+        elif kind is Kind.STATS:
+            self._channel.send(pack(Kind.STATS, [body, engine.stats().to_wire()]))
+        elif kind is Kind.PING:
+            self._channel.send(pack(Kind.PONG, engine.num_slices))
+        elif kind is Kind.CLOSE:
+            self._drain_s = body
+            self._closing.set()
+
+    def _submit(self, engine: EngineLike, request: Request) -> None:
+        try:
+            engine.submit(request)
+            return
+        except FlowPrefillError as error:
+            code, message = error.code, str(error)
+        except Exception as error:  # a request that trips us must not take the others along
+            traceback.print_exc()
+            code, message = "INTERNAL", f"{type(error).__name__}: {error}"
+        self._on_output(
+            TokenOutput(
+                request.req_id,
+                finish_reason=FinishReason.ERROR,
+                error_code=code,
+                error_message=message,
+            )
+        )
+
+
+def _die_with_thread(args: threading.ExceptHookArgs) -> None:
+    """An engine without its engine thread must not look alive: die, and be restarted."""
+    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+    os._exit(EXIT_CRASHED)
+
+
+def main() -> NoReturn:
+    # a Ctrl-C or a service stop reaches the whole process group; the parent says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
+    threading.excepthook = _die_with_thread
+    EngineServer(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+
+
+if __name__ == "__main__":
+    main()

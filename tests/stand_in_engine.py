@@ -1,0 +1,132 @@
+"""An engine without a model, for what a real one does not do by itself: wedge, crash, not load.
+
+It counts up from a prompt's first token. `EngineConfig.model` chooses how it loads, a prompt how
+the engine misbehaves. Run in a child process as `tests.stand_in_engine:StandInEngine`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import queue
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import ConfigError, PromptTooLongError
+from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.stats import EngineInfo, EngineStats
+
+SLEEP_FOR_EVER, HOLD_THE_GIL, CRASH, RAISE, TOO_LONG, PRINT, BUG_IN_SUBMIT = range(900_000, 900_007)
+STEP_S = 0.002
+
+
+class StandInEngine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_output: Callable[[TokenOutput], None],
+        on_progress: Callable[[str, float], None],
+    ) -> None:
+        load(config.model, on_progress)
+        self.info = EngineInfo("stand-in", "cpu", "float32", 100, 1000, [0], 10, 16, True)
+        self.num_slices = 0
+        self._on_output = on_output
+        self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
+        self._live: dict[int, tuple[Request, itertools.count[int]]] = {}
+        self._drain_until_s = 0.0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        if request.prompt_token_ids[0] == TOO_LONG:
+            raise PromptTooLongError("101 tokens > max_model_len 100")
+        if request.prompt_token_ids[0] == BUG_IN_SUBMIT:
+            raise KeyError("bug")
+        self._inbox.put(request)
+
+    def cancel(self, req_id: int) -> None:
+        self._inbox.put(req_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_decoding=len(self._live), num_slices=self.num_slices)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        self._drain_until_s = time.monotonic() + drain_s
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open or (self._live and time.monotonic() < self._drain_until_s):
+            while (is_open and not self._live) or not self._inbox.empty():
+                message = self._inbox.get()
+                if message is None:
+                    is_open = False
+                elif isinstance(message, int):
+                    self._end(message, FinishReason.CANCELLED)
+                else:
+                    misbehave(message.prompt_token_ids[0])
+                    self._live[message.req_id] = (message, itertools.count(1))
+            for request, counter in list(self._live.values()):
+                self._step(request, next(counter))
+            time.sleep(STEP_S)
+        for req_id in list(self._live):
+            self._end(req_id, FinishReason.CANCELLED)
+
+    def _step(self, request: Request, position: int) -> None:
+        self.num_slices += 1
+        is_last = position == request.sampling.max_tokens
+        if is_last:
+            del self._live[request.req_id]
+        self._on_output(
+            TokenOutput(
+                request.req_id,
+                request.prompt_token_ids[0] + position,
+                FinishReason.LENGTH if is_last else None,
+                token_s=time.monotonic(),
+            )
+        )
+
+    def _end(self, req_id: int, reason: FinishReason) -> None:
+        if self._live.pop(req_id, None):
+            self._on_output(TokenOutput(req_id, finish_reason=reason))
+
+
+def load(model: str, on_progress: Callable[[str, float], None]) -> None:
+    kind, _, path = model.partition(":")
+    on_progress("weights", 0.5)
+    if kind == "config-error":
+        raise ConfigError("model.json: policy='x'")
+    if kind == "os-error":
+        raise OSError("disk on fire")
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        time.sleep(1000)
+    if kind == "once":  # loads the first time only
+        Path(path).touch(exist_ok=False)
+    if kind == "second-waits":  # a second load waits until the file at `path` is gone
+        if Path(path).exists():
+            while Path(path).exists():
+                time.sleep(0.01)
+        else:
+            Path(path).touch()
+
+
+def misbehave(kind: int) -> None:
+    if kind == SLEEP_FOR_EVER:
+        time.sleep(1000)
+    if kind == HOLD_THE_GIL:
+        re.match("(a+)+$", "a" * 60 + "b")
+    if kind == CRASH:
+        ctypes.string_at(0)
+    if kind == RAISE:
+        raise RuntimeError("engine thread fell over")
+    if kind == PRINT:
+        print("hello from the engine", flush=True)

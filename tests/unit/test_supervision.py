@@ -1,0 +1,74 @@
+"""The rules of supervision, on hand-made times."""
+
+from __future__ import annotations
+
+from flowprefill.supervision import ProgressWatch, RestartPlan, Supervision
+
+LIMITS = Supervision()
+
+
+def run_pings(watch: ProgressWatch, until_s: float, num_slices: int | None = None) -> float | None:
+    """Ping on time until `until_s`; each pong says `num_slices`. Returns what ended it."""
+    while watch.next_ping_s < until_s:
+        now_s = watch.next_ping_s
+        stalled_s = watch.on_ping_time(now_s)
+        if stalled_s is not None:
+            return stalled_s
+        if num_slices is not None:
+            watch.on_pong(num_slices, now_s)
+    return None
+
+
+def test_an_engine_without_progress_is_wedged_after_ten_seconds() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(100.0)
+    assert run_pings(watch, until_s=111.0) is None
+    assert run_pings(watch, until_s=113.0) == 12.0
+
+
+def test_pongs_that_count_no_new_slice_are_no_progress() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(100.0)
+    assert run_pings(watch, until_s=200.0, num_slices=7) == 12.0  # from the first pong at 102
+
+
+def test_new_slices_and_outputs_are_progress() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(100.0)
+    for step in range(1, 20):
+        watch.on_pong(step, watch.next_ping_s)
+        assert run_pings(watch, until_s=100.0 + 4 * step) is None
+    for step in range(20, 40):
+        watch.on_output(watch.next_ping_s)
+        assert run_pings(watch, until_s=100.0 + 4 * step) is None
+
+
+def test_long_slices_get_twenty_times_their_length() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=3.0)
+    watch.begin(0.0)
+    assert run_pings(watch, until_s=61.0) is None
+    assert run_pings(watch, until_s=63.0) == 62.0
+
+
+def test_a_watch_that_was_late_itself_does_not_blame_the_engine() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(100.0)
+    assert watch.on_ping_time(500.0) is None
+    assert run_pings(watch, until_s=511.0) is None
+    assert run_pings(watch, until_s=513.0) == 12.0
+
+
+def test_backoff_doubles_and_the_fifth_death_in_five_minutes_is_the_last() -> None:
+    plan = RestartPlan(LIMITS)
+    backoffs = [plan.backoff_after_death_s(10.0 * death) for death in range(5)]
+    assert backoffs == [1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_deaths_out_of_the_window_are_forgotten() -> None:
+    plan = RestartPlan(LIMITS)
+    assert [plan.backoff_after_death_s(301.0 * death) for death in range(20)] == [1.0] * 20
+
+
+def test_backoff_is_at_most_thirty_seconds() -> None:
+    plan = RestartPlan(Supervision(max_deaths=100))
+    assert [plan.backoff_after_death_s(float(death)) for death in range(7)][-2:] == [30.0, 30.0]
