@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
+
+_NAMED_CODE = re.compile(r"\[([A-Z_]+)\] ")
 
 
 class ServerError(Exception):
     """The server refused or failed a request, or could not be reached in time."""
 
     def __init__(self, message: str, status: str | None = None) -> None:
-        """`status` is a gRPC status name (UNAVAILABLE, DEADLINE_EXCEEDED, ...).
+        """`status` is the server's error code (INVALID_ARG, UNAVAILABLE, ...) or a gRPC status.
 
-        It is None for an error that came as a message of the stream: those carry text only.
+        None if the error came with text only, as those of tritonserver itself do.
         """
         super().__init__(message)
         self.status = status
+
+    @staticmethod
+    def from_message(text: str) -> ServerError:
+        """From the error message of a response, which may begin with its code: "[CODE] text"."""
+        named = _NAMED_CODE.match(text)
+        if named is None:
+            return ServerError(text)
+        return ServerError(text[named.end() :], named.group(1))
 
     @staticmethod
     def from_rpc(error: grpc.RpcError) -> ServerError:

@@ -4,8 +4,9 @@ The objectives travel as request parameters, not as input tensors: a model that 
 parameter ignores it, while an undeclared tensor is refused, so the same client also drives a plain
 vllm_backend for comparison.
 
-Triton can answer errors as gRPC statuses (header triton_grpc_error), which would carry a code. That
-is not used: tritonserver 2.51.0 crashes when several such streams fail at once.
+An error is a response with a text but no code, so the model is asked to put the code into the text
+(error_code_in_message). Triton could answer with gRPC statuses instead (header triton_grpc_error);
+that is not used, because tritonserver 2.51.0 crashes when several such streams fail at once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ def generate_request(
     tbt_slo_ms: float | None,
 ) -> Any:
     """A streamed generation; returns a ModelInferRequest."""
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    _add_string(request, "text_input", prompt)
+    request = _new_request(model, prompt, request_id)
     _add_string(request, "sampling_parameters", json.dumps(dict(sampling)))
     for name in ("stream", "return_finish_reason", "return_num_input_tokens",
                  "return_num_output_tokens"):  # fmt: skip
@@ -51,16 +51,14 @@ def generate_request(
 
 def cancel_request(model: str, target_id: str) -> Any:
     """Ask the model to cancel the request that was sent with the id `target_id`."""
-    request = service_pb2.ModelInferRequest(model_name=model)
-    _add_string(request, "text_input", "")
+    request = _new_request(model)
     request.parameters["cancel_id"].string_param = target_id
     return request
 
 
 def stats_request(model: str) -> Any:
     """Ask the model for its engine's gauges and counters."""
-    request = service_pb2.ModelInferRequest(model_name=model)
-    _add_string(request, "text_input", "")
+    request = _new_request(model)
     request.parameters["engine_stats"].bool_param = True
     return request
 
@@ -71,7 +69,7 @@ def parse_response(message: Any) -> dict[str, Any]:
     Raises ServerError if the message is an error.
     """
     if message.error_message:
-        raise ServerError(message.error_message)
+        raise ServerError.from_message(message.error_message)
     result = InferResult(message.infer_response)
     outputs: dict[str, Any] = {}
     for tensor in message.infer_response.outputs:
@@ -88,6 +86,13 @@ def parse_control_response(messages: list[Any]) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ServerError(f"a control request was answered by {texts!r} instead of one text")
     return texts[0]
+
+
+def _new_request(model: str, prompt: str = "", request_id: str = "") -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    request.parameters["error_code_in_message"].bool_param = True
+    _add_string(request, "text_input", prompt)
+    return request
 
 
 def _add_string(request: Any, name: str, text: str) -> None:

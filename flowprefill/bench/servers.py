@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flowprefill.config import EngineConfig
-from flowprefill.server import ServerOptions, TritonServer
+from flowprefill.server import ServerOptions, TritonServer, free_ports
 
 
 @contextlib.contextmanager
@@ -19,7 +18,7 @@ def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[st
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         for policy in policies:
             _write_model(Path(directory) / model_name(policy), config, policy)
-        http_port, grpc_port, metrics_port = _free_ports(3)
+        http_port, grpc_port, metrics_port = free_ports(3)
         options = ServerOptions(
             Path(directory),
             http_port=http_port,
@@ -45,12 +44,3 @@ def _write_model(directory: Path, config: EngineConfig, policy: str) -> None:
 def model_name(policy: str) -> str:
     """The name under which a policy's model is served."""
     return "hol_" + policy.replace("-", "_")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; all held until the last is found, so they differ."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

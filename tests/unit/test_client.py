@@ -67,7 +67,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif "engine_stats" in request.parameters:
             yield response(json.dumps({"num_decisions": 3}), "stop")
         elif kind == "bad":
-            yield error("Error generating stream: ttft_slo_ms=-1: must be > 0")
+            yield error("[INVALID_ARG] Error generating stream: ttft_slo_ms=-1: must be > 0")
         elif kind == "late":
             yield response("so far ")
             yield error("engine died")
@@ -112,6 +112,10 @@ def client_threads() -> set[threading.Thread]:
     return {t for t in threading.enumerate() if "ThreadPoolExecutor" not in t.name}
 
 
+def objectives(request: Any) -> dict[str, float]:
+    return {k: v.double_param for k, v in request.parameters.items() if k.endswith("_slo_ms")}
+
+
 def tensors(request: Any) -> dict[str, Any]:
     return {t.name: [*t.contents.bytes_contents, *t.contents.bool_contents] for t in request.inputs}
 
@@ -134,10 +138,7 @@ def test_objectives_travel_as_parameters_and_sampling_as_json(
     client.generate("hello", max_tokens=5, ttft_slo_ms=400, tbt_slo_ms=80.5, sampling=sampling)
     (request,) = triton.requests
     assert request.model_name == "m"
-    assert {k: v.double_param for k, v in request.parameters.items()} == {
-        "ttft_slo_ms": 400.0,
-        "tbt_slo_ms": 80.5,
-    }
+    assert objectives(request) == {"ttft_slo_ms": 400.0, "tbt_slo_ms": 80.5}
     inputs = tensors(request)
     assert json.loads(inputs.pop("sampling_parameters")[0]) == {"max_tokens": 5, **sampling}
     assert inputs == {
@@ -151,7 +152,7 @@ def test_objectives_travel_as_parameters_and_sampling_as_json(
 
 def test_without_objectives_the_model_decides(client: Client, triton: FakeTriton) -> None:
     client.generate("hello")
-    assert not triton.requests[0].parameters
+    assert objectives(triton.requests[0]) == {}
 
 
 def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> None:
@@ -161,15 +162,17 @@ def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> Non
 
 
 def test_server_errors_are_raised_with_the_servers_text(client: Client) -> None:
-    with pytest.raises(ServerError, match="ttft_slo_ms=-1: must be > 0"):
+    with pytest.raises(ServerError, match="^Error generating stream: ttft_slo_ms=-1") as caught:
         client.generate("bad")
+    assert caught.value.status == "INVALID_ARG"
 
 
 def test_what_came_before_an_error_is_kept(client: Client) -> None:
     stream = client.stream("late")
     assert next(stream).text == "so far "
-    with pytest.raises(ServerError, match="engine died"):
+    with pytest.raises(ServerError, match="engine died") as caught:
         next(stream)
+    assert caught.value.status is None
     assert stream.completion().text == "so far "
     assert stream.completion().finish_reason is None
 
