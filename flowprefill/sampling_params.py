@@ -344,7 +344,7 @@ def _asks_for_nothing(value: object, neutral: tuple[object, ...]) -> bool:
             parsed = _parse_number(value)
         else:
             parsed = _parse_json(value)
-        if parsed == candidate and parsed is not None:
+        if parsed == candidate:
             return True
     return False
 

@@ -192,6 +192,22 @@ def test_eos_cannot_be_chosen_before_min_tokens():
     assert reasons[-1] is FinishReason.STOP
 
 
+def test_eos_is_held_back_before_min_tokens_even_where_it_is_ignored():
+    certain_eos = [0.0] * VOCAB
+    certain_eos[EOS] = 50.0
+    state = make_state(temperature=0.0, min_tokens=1, ignore_eos=True)
+    assert sample(state, certain_eos).token_id != EOS
+    state.output_token_ids.append(0)
+    assert sample(state, certain_eos).token_id == EOS
+
+
+def test_a_stop_token_within_min_tokens_does_not_stop():
+    state = make_state(output=[EOS, EOS], min_tokens=2)
+    assert state.finish_reason(EOS) is None
+    state.output_token_ids.append(EOS)
+    assert state.finish_reason(EOS) is FinishReason.STOP
+
+
 def test_any_of_several_eos_tokens_stops():
     assert make_state(output=[3], eos=(7, 3)).finish_reason(3) is FinishReason.STOP
 
