@@ -162,7 +162,7 @@ def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> Non
 
 
 def test_server_errors_are_raised_with_the_servers_text(client: Client) -> None:
-    with pytest.raises(ServerError, match="^Error generating stream: ttft_slo_ms=-1") as caught:
+    with pytest.raises(ServerError, match=r"^Error generating stream: ttft_slo_ms=-1") as caught:
         client.generate("bad")
     assert caught.value.status == "INVALID_ARG"
 
