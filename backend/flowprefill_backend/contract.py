@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import triton_python_backend_utils as pb_utils
-
 from flowprefill.errors import ConfigError
 
 INPUTS: tuple[dict[str, Any], ...] = (
@@ -60,7 +58,7 @@ def complete(auto_config: Any) -> Any:
 
 def check(model_config: Mapping[str, Any], instance_kind: str) -> None:
     """Raise ConfigError for settings under which this backend cannot serve."""
-    if not pb_utils.using_decoupled_model_transaction_policy(model_config):
+    if not model_config.get("model_transaction_policy", {}).get("decoupled"):
         raise ConfigError(
             "FlowPrefill Triton backend must be configured to use decoupled model transaction "
             "policy: model_transaction_policy { decoupled: True }"

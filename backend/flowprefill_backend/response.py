@@ -53,7 +53,9 @@ def error_response(error: Exception, names_code: bool = False) -> Any:
         text = f"[{code}] {text}"
     return pb_utils.InferenceResponse(
         output_tensors=[_strings("text_output", "N/A")],
-        error=pb_utils.TritonError(text, getattr(pb_utils.TritonError, code)),
+        error=pb_utils.TritonError(
+            text, getattr(pb_utils.TritonError, code, pb_utils.TritonError.INTERNAL)
+        ),
     )
 
 

@@ -1,0 +1,66 @@
+"""The backend outside the server: its API is imitated, the engine scripted, the rest is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowprefill.config import EngineConfig
+from flowprefill.tokenizer import Tokenizer
+from tests.backend import fake_pb_utils
+
+fake_pb_utils.install()
+
+from flowprefill_backend.instance import Instance  # noqa: E402, needs the module installed above
+from tests.backend.scripted_engine import ScriptedEngine  # noqa: E402
+from tests.factories import write_tiny_tokenizer  # noqa: E402
+
+CONFIG = EngineConfig(model="tiny", ttft_slo_ms=700, tbt_slo_ms=70, cancel_poll_ms=20)
+
+
+class Harness:
+    """One loaded instance and its scripted engine."""
+
+    def __init__(self, tokenizer: Tokenizer, checks_health: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.log = fake_pb_utils.Logger
+        self.log.lines.clear()
+        self.engine: ScriptedEngine
+
+        def make_engine(on_output: Callable[..., None]) -> ScriptedEngine:
+            self.engine = ScriptedEngine(on_output, tokenizer.vocab_size)
+            return self.engine
+
+        self.instance = Instance(CONFIG, tokenizer, make_engine, self.log, checks_health)
+
+    def send(
+        self,
+        inputs: dict[str, Any],
+        parameters: dict[str, Any] | None = None,
+        request_id: str = "",
+        sender: fake_pb_utils.ResponseSender | None = None,
+    ) -> fake_pb_utils.ResponseSender:
+        """Hand one request to execute(); returns what its client sees."""
+        request = fake_pb_utils.InferenceRequest(inputs, parameters, request_id, sender)
+        self.instance.execute([request])
+        return request.sender
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture
+def harness(tokenizer: Tokenizer) -> Iterator[Harness]:
+    harness = Harness(tokenizer)
+    yield harness
+    harness.instance.close()

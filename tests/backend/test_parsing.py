@@ -1,0 +1,166 @@
+"""What execute() is given -> what the engine gets, or an error naming field, value and limit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowprefill.errors import FlowPrefillError, QueueFullError
+from tests.backend.conftest import Harness
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "ttft_s", "tbt_s"),
+    [
+        ({}, {}, 0.7, 0.07),
+        ({}, {"ttft_slo_ms": 300, "tbt_slo_ms": "30.5"}, 0.3, 0.0305),
+        ({"sampling_parameters": '{"ttft_slo_ms": "200"}'}, {"ttft_slo_ms": 300}, 0.2, 0.07),
+        ({"sampling_parameters": "{}"}, {"ttft_slo_ms": 300}, 0.3, 0.07),
+        ({"sampling_parameters": '{"ttft_slo_ms": null}'}, {}, 0.7, 0.07),
+        (
+            {"ttft_slo_ms": 100.0, "tbt_slo_ms": 10.0, "sampling_parameters": '{"ttft_slo_ms": 1}'},
+            {"ttft_slo_ms": 2, "tbt_slo_ms": 3},
+            0.1,
+            0.01,
+        ),
+    ],
+)
+def test_an_objective_is_taken_from_tensor_then_sampling_key_then_parameter_then_model(
+    harness: Harness,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+    ttft_s: float,
+    tbt_s: float,
+) -> None:
+    harness.send({"text_input": "the", **inputs}, parameters)
+    slo = harness.engine.wait_submitted().slo
+    assert (slo.ttft_s, slo.tbt_s) == pytest.approx((ttft_s, tbt_s))
+
+
+def test_sampling_parameters_hide_the_request_s_parameters(harness: Harness) -> None:
+    inputs = {"text_input": "the", "sampling_parameters": '{"max_tokens": "7"}'}
+    harness.send(inputs, {"temperature": 0.5, "max_tokens": 9})
+    sampling = harness.engine.wait_submitted().sampling
+    assert (sampling.max_tokens, sampling.temperature) == (7, 1.0)
+
+
+def test_without_the_tensor_parameters_are_sampling_parameters_and_strange_ones_are_ignored(
+    harness: Harness,
+) -> None:
+    parameters = {"max_tokens": 3, "ignore_eos": "false", "temperature": "0.1", "traceparent": "x"}
+    harness.send({"text_input": "the"}, parameters)
+    sampling = harness.engine.wait_submitted().sampling
+    assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (3, False, 0.1)
+
+
+def test_the_prompt_and_the_time_of_arrival_reach_the_engine(harness: Harness) -> None:
+    text = "then \0 the rest, ünïcödé"
+    harness.send({"text_input": text})
+    request = harness.engine.wait_submitted()
+    assert request.prompt_token_ids == harness.tokenizer.encode(text)
+    assert request.deadline_s == pytest.approx(request.arrival_s + 0.7)
+
+
+NOT_UTF8 = b"ok \xff"
+BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
+    ({"text_input": ""}, {}, "INVALID_ARG", ("text_input", "''")),
+    ({"text_input": NOT_UTF8}, {}, "INVALID_ARG", ("text_input", "UTF-8", "byte 3")),
+    ({}, {}, "INVALID_ARG", ("text_input",)),
+    ({"text_input": np.array([b"a", b"b"], dtype=object)}, {}, "INVALID_ARG", ("text_input",)),
+    ({"text_input": "x" * 10_000}, {}, "INVALID_ARG", ("text_input", "10000 bytes", "100")),
+    ({"text_input": "the"}, {"max_tokens": 100}, "INVALID_ARG", (" tokens", "=100", "len 100")),
+    ({"text_input": "the", "sampling_parameters": "{"}, {}, "INVALID_ARG", ("sampling_param",)),
+    ({"text_input": "the", "sampling_parameters": "[1]"}, {}, "INVALID_ARG", ("sampling_param",)),
+    ({"text_input": "the", "sampling_parameters": NOT_UTF8}, {}, "INVALID_ARG", ("UTF-8",)),
+    ({"text_input": "the", "sampling_parameters": "[" * 9999}, {}, "INVALID_ARG", ("sampling_",)),
+    ({"text_input": "a", "sampling_parameters": '{"tempo": 1}'}, {}, "INVALID_ARG", ("tempo",)),
+    ({"text_input": "a", "sampling_parameters": '{"top_p": NaN}'}, {}, "INVALID_ARG", ("top_p",)),
+    ({"text_input": "a"}, {"temperature": -1}, "INVALID_ARG", ("temperature=-1", "[0, 100]")),
+    ({"text_input": "a"}, {"ttft_slo_ms": True}, "INVALID_ARG", ("ttft_slo_ms=True",)),
+    ({"text_input": "a"}, {"ttft_slo_ms": "soon"}, "INVALID_ARG", ("ttft_slo_ms='soon'",)),
+    ({"text_input": "a"}, {"tbt_slo_ms": 10**400}, "INVALID_ARG", ("tbt_slo_ms=1000",)),
+    *(
+        ({"text_input": "a", "ttft_slo_ms": slo}, {}, "INVALID_ARG", ("ttft_slo_ms=", "86400000"))
+        for slo in (0.0, -1.0, float("nan"), float("inf"), 1e12)
+    ),
+    (
+        {"text_input": "a", "stream": True, "exclude_input_in_output": False},
+        {},
+        "INVALID_ARG",
+        ("When streaming, `exclude_input_in_output` = False is not allowed.",),
+    ),
+    ({"text_input": "a", "image": "aGk="}, {}, "UNSUPPORTED", ("image", "4 bytes")),
+    ({"text_input": "a", "embedding_request": "{}"}, {}, "UNSUPPORTED", ("embedding_request",)),
+    ({"text_input": "a"}, {"n": 2}, "UNSUPPORTED", ("n=2",)),
+    ({"text_input": "a", "sampling_parameters": '{"best_of": "3"}'}, {}, "UNSUPPORTED", ("best",)),
+]
+
+
+@pytest.mark.parametrize(("inputs", "parameters", "code", "words"), BAD_REQUESTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_gets_one_error_that_says_what_is_wrong(
+    harness: Harness,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+    code: str,
+    words: tuple[str, ...],
+    stream: bool,
+) -> None:
+    sender = harness.send({"stream": stream, **inputs}, parameters)
+    (response,) = sender.wait_final()
+    assert response.error is not None
+    assert response.error.code == code
+    assert response.error.message.startswith("Error generating stream: ")
+    assert [word for word in words if word not in response.error.message] == []
+    assert response.text() == "N/A"
+    assert harness.engine.submitted == {}
+
+
+def test_lora_is_refused_in_vllm_backend_s_words(harness: Harness) -> None:
+    sampling = json.dumps({"lora_name": "alpaca"})
+    sender = harness.send({"text_input": "a", "sampling_parameters": sampling})
+    assert sender.error is not None
+    assert (sender.error.code, sender.error.message) == (
+        "UNSUPPORTED",
+        "LoRA feature is not enabled.",
+    )
+
+
+def test_inputs_that_ask_for_nothing_are_not_in_the_way(harness: Harness) -> None:
+    sampling = json.dumps({"lora_name": None, "n": 1, "use_beam_search": "false"})
+    inputs = {"text_input": "a", "image": "", "sampling_parameters": sampling}
+    harness.send(inputs)
+    harness.engine.wait_submitted()
+
+
+def test_a_full_context_is_taken_and_one_token_more_is_refused(harness: Harness) -> None:
+    num_tokens = len(harness.tokenizer.encode("the"))
+    harness.send({"text_input": "the"}, {"max_tokens": 100 - num_tokens})
+    harness.engine.wait_submitted()
+    error = harness.send({"text_input": "the"}, {"max_tokens": 101 - num_tokens}).error
+    assert error is not None and f"prompt of {num_tokens} tokens" in error.message
+
+
+class StrangeError(FlowPrefillError):
+    code = "NO_SUCH_CODE"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(QueueFullError("16 requests wait"), "UNAVAILABLE"), (StrangeError("?"), "INTERNAL")],
+)
+def test_what_the_engine_refuses_is_answered_under_its_own_code(
+    harness: Harness, raised: FlowPrefillError, code: str
+) -> None:
+    harness.engine.submit_error = raised
+    error = harness.send({"text_input": "a"}).error
+    assert error is not None
+    assert (error.code, error.message) == (code, f"Error generating stream: {raised}")
+
+
+def test_a_caller_inside_the_server_finds_the_code_in_the_text(harness: Harness) -> None:
+    error = harness.send({"text_input": ""}, {"error_code_in_message": True}).error
+    assert error is not None and error.message.startswith("[INVALID_ARG] Error generating stream: ")
