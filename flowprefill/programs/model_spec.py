@@ -1,0 +1,106 @@
+"""From the `model` key of model.json to a path, and from the path to a ModelSpec. No torch.
+
+A new family is one module with HF_ARCHITECTURES (and GGUF_ARCHITECTURES), added to the tables here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.gguf_file import GgufFile
+from flowprefill.programs import llama, qwen
+from flowprefill.programs.family import Architecture, ConfigKeys, ModelSpec, RopeScaling
+
+__all__ = ["ModelSpec", "RopeScaling", "find_architecture", "read_model_spec", "resolve_model_path"]
+
+_GGUF_ARCHITECTURES: dict[str, Architecture] = {**llama.GGUF_ARCHITECTURES}
+_HF_ARCHITECTURES: dict[str, Architecture] = {**llama.HF_ARCHITECTURES, **qwen.HF_ARCHITECTURES}
+_PACKAGE_PREFIX = "package:"
+
+
+def resolve_model_path(model: str) -> Path:
+    """Find a model on this machine: a .gguf file, or a directory with config.json.
+
+    model: such a path, or `package:NAME` for the one .gguf file inside an installed Python package
+    (which is found without importing it).
+    Raises ModelLoadError; nothing is ever downloaded.
+    """
+    if model.startswith(_PACKAGE_PREFIX):
+        return _find_in_package(model.removeprefix(_PACKAGE_PREFIX))
+    path = Path(model).expanduser()
+    if (path.is_file() and path.suffix == ".gguf") or (path / "config.json").is_file():
+        return path
+    problem = (
+        "neither a .gguf file nor a directory with config.json" if path.exists() else "not found"
+    )
+    raise ModelLoadError(
+        f"model={model!r}: {problem}. Models are not downloaded: give a .gguf file, a Hugging Face "
+        f"directory on this machine, or package:NAME"
+    )
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """Read the shape and constants of the model at `path` (see resolve_model_path).
+
+    Raises UnsupportedArchitectureError, or ModelLoadError naming the key that is missing, wrong or
+    asks for a variant that is not supported.
+    """
+    if path.is_dir():
+        return _read_hf_spec(path)
+    file = GgufFile(path)
+    keys = ConfigKeys(file.metadata, str(path), file.tensors)
+    return find_architecture(path, keys.get("general.architecture")).read_spec(keys)
+
+
+def find_architecture(path: Path, name: object) -> Architecture:
+    """The known architecture called `name` in the format of `path`, a GGUF file or a directory."""
+    known = _HF_ARCHITECTURES if path.is_dir() else _GGUF_ARCHITECTURES
+    if not isinstance(name, str) or name not in known:
+        raise UnsupportedArchitectureError(
+            f"{path}: architecture {name!r} is not supported; known: {', '.join(sorted(known))}"
+        )
+    return known[name]
+
+
+def _read_hf_spec(directory: Path) -> ModelSpec:
+    config = _read_json_object(directory / "config.json")
+    generation_path = directory / "generation_config.json"
+    if generation_path.is_file():
+        # As in transformers: where it names the ids that end an answer, it overrides config.json.
+        generation = _read_json_object(generation_path)
+        if generation.get("eos_token_id") is not None:
+            config["eos_token_id"] = generation["eos_token_id"]
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    keys = ConfigKeys(config, str(directory / "config.json"))
+    return find_architecture(directory, name).read_spec(keys)
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path}: must hold one JSON object")
+    return values
+
+
+def _find_in_package(name: str) -> Path:
+    # A dotted name would import its parents; PyPI spells names with dashes.
+    module = name.replace("-", "_")
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelLoadError(f"model='package:{name}': no such Python package is installed")
+    roots = [Path(location) for location in spec.submodule_search_locations]
+    files = sorted(file for root in roots for file in root.rglob("*.gguf"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ModelLoadError(
+            f"model='package:{name}': must hold exactly one .gguf file; found: {found}"
+        )
+    return files[0]

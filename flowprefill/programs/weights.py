@@ -1,0 +1,204 @@
+"""Weights of a decoder from a GGUF file or a safetensors directory, fused as the programs use them.
+
+Every tensor is copied row block by row block into its final place, so that loading never holds a
+second copy of the model. Rotation pairs end up half a head apart (the Hugging Face layout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowprefill.errors import ModelLoadError
+from flowprefill.programs.checkpoint import Checkpoint, open_checkpoint
+from flowprefill.programs.family import ModelSpec, TensorNames
+from flowprefill.programs.model_spec import find_architecture
+
+_ELEMENTS_PER_READ = 1 << 23  # 32 MiB of fp32 at a time
+_LOAD_STAGE = "load weights"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """One decoder layer. Norms are fp32, all else in the dtype asked for."""
+
+    input_norm: Tensor
+    """[hidden]"""
+    qkv: Tensor
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden]: rows of q, then k, then v."""
+    qkv_bias: Tensor | None
+    """[(num_heads + 2 * num_kv_heads) * head_dim]"""
+    q_norm: Tensor | None
+    """[head_dim]"""
+    k_norm: Tensor | None
+    """[head_dim]"""
+    o_proj: Tensor
+    """[hidden, num_heads * head_dim]"""
+    post_norm: Tensor
+    """[hidden]"""
+    gate_up: Tensor
+    """[2 * intermediate, hidden]: rows of gate, then up."""
+    down: Tensor
+    """[hidden, intermediate]"""
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderWeights:
+    """A whole decoder, on the CPU."""
+
+    embed: Tensor
+    """[vocab, hidden]"""
+    layers: list[LayerWeights]
+    norm: Tensor
+    """[hidden] fp32"""
+    lm_head: Tensor
+    """[vocab, hidden]; the same tensor object as `embed` when they are tied."""
+
+
+def load_weights(
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> DecoderWeights:
+    """Load the model at `path` (a .gguf file or a Hugging Face directory) as `dtype`.
+
+    on_progress: called with ("load weights", fraction done in 0..1), once per layer.
+    Raises ModelLoadError naming the tensor if one is missing, has another shape than `spec` says
+    (both are named) or a type that cannot be read, or is not part of the architecture: ignoring it
+    would change the answers.
+    """
+    report = on_progress or (lambda stage, fraction: None)
+    architecture = find_architecture(path, spec.architecture)
+    with open_checkpoint(path) as checkpoint:
+        loader = _Loader(checkpoint, architecture.names, spec, dtype)
+        report(_LOAD_STAGE, 0.0)
+        weights = loader.load(
+            architecture.interleaved_rope, lambda fraction: report(_LOAD_STAGE, fraction)
+        )
+        loader.check_nothing_is_left()
+    return weights
+
+
+class _Loader:
+    """Fills fused tensors from a checkpoint and remembers which of its tensors were used."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: TensorNames, spec: ModelSpec, dtype: torch.dtype
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._available = frozenset(checkpoint.names)
+        self._used: set[str] = set()
+        self._names = names
+        self._spec = spec
+        self._dtype = dtype
+
+    def load(self, interleaved_rope: bool, report: Callable[[float], None]) -> DecoderWeights:
+        spec, names = self._spec, self._names
+        num_steps = spec.num_layers + (1 if spec.tie_word_embeddings else 2)
+        embed = self._fused([(names.embed, spec.vocab_size)], spec.hidden_size)
+        layers = []
+        for i in range(spec.num_layers):
+            report((i + 1) / num_steps)
+            layers.append(self._layer(i, interleaved_rope))
+        norm = self._norm(names.norm, spec.hidden_size)
+        lm_head = embed
+        if not spec.tie_word_embeddings:
+            lm_head = self._fused([(names.lm_head, spec.vocab_size)], spec.hidden_size)
+        report(1.0)
+        return DecoderWeights(embed, layers, norm, lm_head)
+
+    def check_nothing_is_left(self) -> None:
+        """Raise ModelLoadError if the checkpoint has weights that the program would ignore."""
+        left = self._available - self._used
+        if self._spec.tie_word_embeddings:
+            left -= {self._names.lm_head}
+        # Old checkpoints store the rotary frequencies, which follow from the config.
+        unknown = sorted(name for name in left if not name.endswith("rotary_emb.inv_freq"))
+        if unknown:
+            raise ModelLoadError(
+                f"tensor {unknown[0]} is not part of {self._spec.architecture} as configured "
+                f"({len(unknown)} such tensors)"
+            )
+
+    def _layer(self, index: int, interleaved_rope: bool) -> LayerWeights:
+        spec, names = self._spec, self._names
+        hidden, q_size, kv_size = spec.hidden_size, spec.q_size, spec.kv_size
+
+        def name(template: str) -> str:
+            return template.format(index)
+
+        qkv_rows = [q_size, kv_size, kv_size]
+        qkv_names = [name(t) for t in (names.q, names.k, names.v)]
+        qkv = self._fused(list(zip(qkv_names, qkv_rows, strict=True)), hidden)
+        if interleaved_rope:
+            _pair_rows_half_a_head_apart(qkv[:q_size], spec.num_heads)
+            _pair_rows_half_a_head_apart(qkv[q_size : q_size + kv_size], spec.num_kv_heads)
+        qkv_bias = None
+        if names.qkv_bias is not None:
+            bias_names = [name(t) for t in names.qkv_bias]
+            qkv_bias = self._fused(list(zip(bias_names, qkv_rows, strict=True)), None)
+        q_norm, k_norm = (
+            [self._norm(name(t), spec.head_dim) for t in names.qk_norm]
+            if names.qk_norm
+            else (None, None)
+        )
+        gate_up = [(name(t), spec.intermediate_size) for t in (names.gate, names.up)]
+        return LayerWeights(
+            input_norm=self._norm(name(names.input_norm), hidden),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            o_proj=self._fused([(name(names.o), hidden)], q_size),
+            post_norm=self._norm(name(names.post_norm), hidden),
+            gate_up=self._fused(gate_up, hidden),
+            down=self._fused([(name(names.down), hidden)], spec.intermediate_size),
+        )
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        self._claim(name, (size,))
+        norm = torch.empty(size, dtype=torch.float32)
+        self._copy(name, norm)
+        return norm
+
+    def _fused(self, parts: Sequence[tuple[str, int]], columns: int | None) -> Tensor:
+        """Stack tensors of (name, rows) over each other; columns None = they are vectors."""
+        row_shape = () if columns is None else (columns,)
+        for name, rows in parts:
+            self._claim(name, (rows, *row_shape))
+        num_rows = sum(rows for _, rows in parts)
+        fused = torch.empty(num_rows, *row_shape, dtype=self._dtype)
+        start = 0
+        for name, rows in parts:
+            self._copy(name, fused[start : start + rows])
+            start += rows
+        return fused
+
+    def _claim(self, name: str, expected: tuple[int, ...]) -> None:
+        """Check a tensor before memory is taken for it, and note that it is used."""
+        if name not in self._available:
+            raise ModelLoadError(f"tensor {name} is missing; expected {list(expected)}")
+        shape = self._checkpoint.shape(name)
+        if shape != expected:
+            raise ModelLoadError(
+                f"tensor {name} has shape {list(shape)}; expected {list(expected)}"
+            )
+        self._used.add(name)
+
+    def _copy(self, name: str, target: Tensor) -> None:
+        num_rows = target.shape[0]
+        rows_per_read = max(1, _ELEMENTS_PER_READ // target[0].numel())
+        for start in range(0, num_rows, rows_per_read):
+            stop = min(start + rows_per_read, num_rows)
+            target[start:stop].copy_(self._checkpoint.read_rows(name, start, stop))
+
+
+def _pair_rows_half_a_head_apart(weight: Tensor, num_heads: int) -> None:
+    """Reorder the rows of each head in place: x0 y0 x1 y1 .. -> x0 x1 .. y0 y1 .."""
+    pairs = weight.view(num_heads, -1, 2, weight.shape[1])  # [heads, head_dim / 2, pair, hidden]
+    weight.copy_(pairs.transpose(1, 2).reshape(weight.shape))
