@@ -67,6 +67,8 @@ class EngineChild:
             code = self._wait(REAP_S)
         self._log_thread.join(LOG_END_S)
         self.channel.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         if code is None:
             return "cannot be killed"
         if code < 0:
@@ -98,7 +100,7 @@ def _spawn(fd: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "flowprefill.engine_server", str(fd)],
         pass_fds=[fd],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,  # never written: its end tells the kernel that we are gone
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=env,

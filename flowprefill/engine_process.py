@@ -139,9 +139,8 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken: the engine is ready, or on its way back after a death."""
-        is_closing = self._drain_s is not None
-        return not is_closing and self._state in (EngineState.READY, EngineState.RESTARTING)
+        """Whether a request would go to a running engine now; False during a restart."""
+        return self._drain_s is None and self._state is EngineState.READY
 
     @property
     def pid(self) -> int | None:

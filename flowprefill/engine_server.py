@@ -3,13 +3,14 @@
     python -m flowprefill.engine_server FD
 
 Threads: main loads the engine and later closes it; a reader moves messages into the engine; the
-channel's sender moves outputs out; the engine brings its own. The process lives exactly as long as
-its parent holds the other end of the socket: at EOF it exits at once, whatever the engine is doing.
+channel's sender moves outputs out; the engine brings its own. The process lives at most as long as
+its parent: at the socket's EOF it exits at once, whatever the engine is doing.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import importlib
 import os
 import signal
@@ -159,10 +160,24 @@ def _die_with_thread(args: threading.ExceptHookArgs) -> None:
     os._exit(EXIT_CRASHED)
 
 
+def _end_with_parent() -> None:
+    """Let the kernel end this process when the parent is gone.
+
+    The reader does so at EOF, but it needs the interpreter lock, which a wedged engine may hold.
+    Our stdin is a pipe that only the parent holds open; its end raises SIGIO, which is fatal.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
+    stdin = sys.stdin.fileno()
+    fcntl.fcntl(stdin, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(stdin, fcntl.F_SETFL, fcntl.fcntl(stdin, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def main() -> NoReturn:
     # a Ctrl-C or a service stop reaches the whole process group; the parent says when to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with_parent()
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     threading.excepthook = _die_with_thread

@@ -344,7 +344,7 @@ def restarting(harness: Callable[..., Harness], tmp_path: Path) -> Iterator[Harn
 def test_requests_during_a_restart_wait_for_the_queue_timeout(restarting: Harness) -> None:
     h = restarting
     start_s = time.monotonic()
-    assert h.client.is_healthy
+    assert not h.client.is_healthy
     h.submit(1)
     end = h.end(1)
     assert 0.3 <= time.monotonic() - start_s < 2.0
@@ -550,18 +550,20 @@ PARENT = """
 import sys, time
 from flowprefill.config import EngineConfig
 from flowprefill.engine_process import EngineClient
-from tests.factories import make_request
+from tests.unit.test_engine_process import counting_request
 config = EngineConfig(model="ok", device="cpu")
 client = EngineClient(config, lambda o: None, lambda l: None, engine_factory={factory!r})
 client.start()
-client.submit(make_request(1, max_tokens=10**6))
+client.submit(counting_request(1, {first_token}, 10**6))
 print(client.pid, flush=True)
 time.sleep(1000)
 """
 
 
-def test_the_engine_ends_with_a_parent_that_was_killed() -> None:
-    command = [sys.executable, "-c", PARENT.format(factory=STAND_IN)]
+@pytest.mark.parametrize("first_token", [10, stand_in_engine.HOLD_THE_GIL])
+def test_the_engine_ends_with_a_parent_that_was_killed(first_token: int) -> None:
+    program = PARENT.format(factory=STAND_IN, first_token=first_token)
+    command = [sys.executable, "-c", program]
     root = str(Path(__file__).parents[2])
     env = os.environ | {"PYTHONPATH": root}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent:
