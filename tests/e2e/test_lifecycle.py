@@ -28,7 +28,6 @@ class Served:
         http_port, grpc_port, metrics_port = free_ports(3)
         self.grpc_url = f"127.0.0.1:{grpc_port}"
         self.log_path = log_path
-        self.known_shm = set(os.listdir(SHM_DIR))
         command = [
             *(sys.executable, "-c", "from flowprefill.cli import main; main()", "serve"),
             *("--model-repository", str(ROOT / "model_repository"), "--exit-timeout-s", "3"),
@@ -48,6 +47,10 @@ class Served:
             for pid in self._children(self.process.pid)
             if "tritonserver" in Path(f"/proc/{pid}/cmdline").read_text()
         )
+        command_line = Path(f"/proc/{self.group}/cmdline").read_text()
+        found = re.search(r"shm-region-prefix-name=([^\0]+)", command_line)
+        assert found and list(SHM_DIR.glob(f"{found.group(1)}*"))
+        self.shm_prefix = found.group(1)
 
     @staticmethod
     def _children(pid: int) -> list[str]:
@@ -104,12 +107,19 @@ def test_serve_survives_its_engine_and_leaves_nothing(served: Served) -> None:
         served.process.wait(20)
         assert time.monotonic() - stopped_s < 15
     assert group_members(served.group) == {}
-    left = set(os.listdir(SHM_DIR)) - served.known_shm
-    assert not [name for name in left if name.startswith("flowprefill_")]
+    assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
 
 
-def test_idle_server_stops_with_exit_code_0(served: Served) -> None:
-    served.process.send_signal(signal.SIGINT)
+def test_stop_lets_a_running_answer_finish_and_exits_with_0(served: Served) -> None:
+    with Client(served.grpc_url, MODEL) as client:
+        # A failed request must not hold the model either, once its client has gone.
+        for _ in range(10):
+            with pytest.raises(ServerError, match="top_p"):
+                client.generate("Hello", sampling={"top_p": 7})
+        stream = client.stream("Once upon a time", max_tokens=30, sampling={"ignore_eos": True})
+        next(stream)
+        served.process.send_signal(signal.SIGINT)
+        assert sum(delta.num_output_tokens for delta in stream) == 29
     assert served.process.wait(20) == 0, served.log()
     assert group_members(served.group) == {}
 
