@@ -41,8 +41,13 @@ UNSUPPORTED_INPUTS = ("image", "embedding_request")
 
 
 def complete(auto_config: Any) -> Any:
-    """Add the inputs and outputs that a pb_utils.ModelConfig lacks; what it declares is kept."""
+    """Add the inputs and outputs that a pb_utils.ModelConfig lacks; what it declares is kept.
+
+    Raises ConfigError if it declares that the model is not decoupled.
+    """
     declared = auto_config.as_dict()
+    if "decoupled" in declared.get("model_transaction_policy", {}):
+        _check_decoupled(declared)
     known_inputs = {tensor["name"] for tensor in declared["input"]}
     known_outputs = {tensor["name"] for tensor in declared["output"]}
     for tensor in INPUTS:
@@ -58,11 +63,7 @@ def complete(auto_config: Any) -> Any:
 
 def check(model_config: Mapping[str, Any], instance_kind: str) -> None:
     """Raise ConfigError for settings under which this backend cannot serve."""
-    if not model_config.get("model_transaction_policy", {}).get("decoupled"):
-        raise ConfigError(
-            "FlowPrefill Triton backend must be configured to use decoupled model transaction "
-            "policy: model_transaction_policy { decoupled: True }"
-        )
+    _check_decoupled(model_config)
     if instance_kind == "GPU":
         raise ConfigError(
             "instance_group kind KIND_GPU (also the server's default where a GPU is visible) is "
@@ -81,3 +82,11 @@ def flag(model_config: Mapping[str, Any], name: str) -> bool:
     """A yes/no entry of config.pbtxt `parameters`; releases differ in "yes" and "true"."""
     entry = model_config.get("parameters", {}).get(name, {})
     return str(entry.get("string_value", "")).lower() in ("yes", "true")
+
+
+def _check_decoupled(model_config: Mapping[str, Any]) -> None:
+    if not model_config.get("model_transaction_policy", {}).get("decoupled"):
+        raise ConfigError(
+            "FlowPrefill Triton backend must be configured to use decoupled model transaction "
+            "policy: model_transaction_policy { decoupled: True }"
+        )

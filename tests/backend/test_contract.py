@@ -59,6 +59,8 @@ def test_declared_tensors_are_kept_as_they_are() -> None:
 def test_a_model_that_is_not_decoupled_is_refused_in_vllm_backend_s_words() -> None:
     with pytest.raises(ConfigError, match="must be configured to use decoupled model transaction"):
         contract.check({"instance_group": []}, "MODEL")
+    with pytest.raises(ConfigError, match="must be configured to use decoupled model transaction"):
+        completed(model_transaction_policy={"decoupled": False})
 
 
 @pytest.mark.parametrize(
