@@ -79,6 +79,11 @@ class EngineServer:
         self._engine.close(self._drain_s)
         self._exit(0)
 
+    def end_with_thread(self, args: threading.ExceptHookArgs) -> NoReturn:
+        """threading.excepthook: without one of its threads the process must not look alive."""
+        traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
+        self._exit(EXIT_CRASHED)
+
     def _load(self, config: EngineConfig) -> EngineLike:
         if config.device != "cuda" and not Path("/dev/nvidiactl").exists():
             # Linux applies this to the calling thread and those it starts: the engine and its
@@ -154,12 +159,6 @@ class EngineServer:
         )
 
 
-def _die_with_thread(args: threading.ExceptHookArgs) -> None:
-    """An engine without its engine thread must not look alive: die, and be restarted."""
-    traceback.print_exception(args.exc_type, args.exc_value, args.exc_traceback)
-    os._exit(EXIT_CRASHED)
-
-
 def _end_with_parent() -> None:
     """Let the kernel end this process when the parent is gone.
 
@@ -180,8 +179,9 @@ def main() -> NoReturn:
     _end_with_parent()
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
-    threading.excepthook = _die_with_thread
-    EngineServer(Channel(socket.socket(fileno=int(sys.argv[1])))).run()
+    server = EngineServer(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    threading.excepthook = server.end_with_thread
+    server.run()
 
 
 if __name__ == "__main__":

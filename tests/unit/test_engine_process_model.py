@@ -1,0 +1,174 @@
+"""EngineClient around the real Engine with a tiny model: what a user of both relies on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from flowprefill.config import EngineConfig
+from flowprefill.engine import Engine
+from flowprefill.engine_process import EngineClient
+from flowprefill.errors import FlowPrefillError
+from flowprefill.request import FinishReason, Request, TokenOutput
+from tests.factories import make_request, write_tiny_model
+
+WAIT_S = 60.0
+MAX_LEN = 192
+
+
+class Submits(Protocol):
+    def submit(self, request: Request) -> None: ...
+
+
+class Outputs:
+    """Collects outputs by request."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.of: dict[int, list[TokenOutput]] = {}
+
+    def __call__(self, output: TokenOutput) -> None:
+        with self.changed:
+            self.of.setdefault(output.req_id, []).append(output)
+            self.changed.notify_all()
+
+    def first(self, req_id: int) -> TokenOutput:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.of.get(req_id), WAIT_S)
+            return self.of[req_id][0]
+
+    def end(self, req_id: int, timeout_s: float = WAIT_S) -> TokenOutput:
+        def is_over() -> bool:
+            return req_id in self.of and self.of[req_id][-1].finish_reason is not None
+
+        with self.changed:
+            assert self.changed.wait_for(is_over, timeout_s)
+            return self.of[req_id][-1]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    model = write_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2, max_len=MAX_LEN)
+    return EngineConfig(model=str(model), device="cpu", dtype="float32", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def client(config: EngineConfig) -> Iterator[EngineClient]:
+    client = EngineClient(config, lambda output: outputs_of_client(output), lambda line: None)
+    client.start()
+    yield client
+    client.close()
+
+
+outputs_of_client = Outputs()
+
+
+@pytest.fixture
+def outputs() -> Outputs:
+    outputs_of_client.of.clear()
+    return outputs_of_client
+
+
+def requests() -> list[Request]:
+    """Greedy, sampled, with logprobs, with a bias; prompts from one token to several tiles."""
+    samplings = [
+        {},
+        {"temperature": 0.8, "seed": 3, "top_k": 20},
+        {"logprobs": 4},
+        {"logit_bias": {5: 100.0}},
+    ]
+    return [
+        make_request(length, req_id=req_id, max_tokens=12, ignore_eos=True, **sampling)
+        for req_id, (length, sampling) in enumerate(zip([1, 17, 60, 150], samplings, strict=True))
+    ]
+
+
+def answers(engine: Submits, outputs: Outputs) -> list[list[TokenOutput]]:
+    """All outputs of `requests()`, without the fields that depend on time."""
+    for request in requests():
+        engine.submit(dataclasses.replace(request, arrival_s=time.monotonic()))
+    for request in requests():
+        outputs.end(request.req_id)
+    return [
+        [dataclasses.replace(o, token_s=0.0, num_preemptions=0) for o in outputs.of[r.req_id]]
+        for r in requests()
+    ]
+
+
+def test_outputs_are_those_of_the_in_process_engine(
+    client: EngineClient, outputs: Outputs, config: EngineConfig
+) -> None:
+    direct = Outputs()
+    engine = Engine(config, direct)
+    try:
+        expected = answers(engine, direct)
+        assert engine.info == client.info
+    finally:
+        engine.close()
+    assert all(len(answer) == 12 for answer in expected)
+    assert answers(client, outputs) == expected
+
+
+def test_an_idle_engine_process_does_not_wake(client: EngineClient, outputs: Outputs) -> None:
+    client.submit(make_request(20, req_id=1, max_tokens=3, arrival_s=time.monotonic()))
+    outputs.end(1)
+    deadline_s = time.monotonic() + WAIT_S
+    while client.stats().num_kv_blocks_used:
+        assert time.monotonic() < deadline_s
+    before = client.stats()
+    switches: dict[str, str] = {}
+    while switches != (switches := context_switches(client)):  # until that answer has passed
+        time.sleep(0.1)
+        assert time.monotonic() < deadline_s
+    time.sleep(1.0)  # the span that is measured
+    assert context_switches(client) == switches
+    after = client.stats()
+    assert after.num_wakeups == before.num_wakeups
+    assert after.num_decisions == before.num_decisions
+
+
+def context_switches(client: EngineClient) -> dict[str, str]:
+    """Times that each thread of the engine process, and the client's supervisor, went to sleep."""
+    tasks = list(Path(f"/proc/{client.pid}/task").iterdir())
+    tasks.append(Path(f"/proc/self/task/{client._thread.native_id}"))
+    lines = {task.name: (task / "status").read_text().splitlines() for task in tasks}
+    return {
+        name: next(line for line in status if line.startswith("voluntary"))
+        for name, status in lines.items()
+    }
+
+
+def test_a_failed_load_raises_what_the_engine_raises(config: EngineConfig, tmp_path: Path) -> None:
+    broken = dataclasses.replace(config, model=str(tmp_path / "nothing-here"))
+    with pytest.raises(FlowPrefillError) as direct:
+        Engine(broken, Outputs())
+    client = EngineClient(broken, Outputs(), lambda line: None)
+    with pytest.raises(type(direct.value)) as across:
+        client.start()
+    assert str(across.value) == str(direct.value)
+
+
+def test_after_sigkill_streams_end_and_the_restarted_engine_answers_the_same(
+    client: EngineClient, outputs: Outputs
+) -> None:
+    before = answers(client, outputs)
+    outputs.of.clear()
+    client.submit(
+        make_request(
+            8, req_id=50, max_tokens=MAX_LEN - 8, ignore_eos=True, arrival_s=time.monotonic()
+        )
+    )
+    outputs.first(50)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    end = outputs.end(50, timeout_s=2.0)
+    assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "UNAVAILABLE")
+    assert answers(client, outputs) == before
