@@ -12,7 +12,7 @@ import asyncio
 
 from flowprefill_client import AsyncClient
 
-DOCUMENT = "The committee read the report and had nothing to add to it. " * 300
+DOCUMENT = "The committee read the report and had nothing to add to it. " * 150
 
 
 async def show(client: AsyncClient, name: str, prompt: str, ttft_slo_ms: float) -> None:

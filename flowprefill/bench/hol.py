@@ -34,8 +34,6 @@ MOMENTS = (0.1, 0.5, 0.9)
 """When the short prompt arrives, as a fraction of the long one's solo TTFT."""
 SHORT_SLO_MS = 400.0
 LONG_SLO_MS = 60_000.0
-NUM_SHORT_SOLOS = 3
-"""Short prompts sent alone in each round."""
 _MAX_TRIES = 3
 """For a short prompt to arrive before the long one is done, on a machine with noise."""
 
@@ -124,7 +122,7 @@ def measure(
             url = stack.enter_context(serve_policies(config, policies))
         # Drawn seldom: the engines need the processors.
         progress = stack.enter_context(Progress(*columns, console=console, refresh_per_second=2))
-        task = progress.add_task("", total=rounds * len(policies) * (2 + len(MOMENTS)))
+        task = progress.add_task("", total=rounds * len(policies) * (1 + len(MOMENTS)))
 
         @contextlib.contextmanager
         def step(text: str) -> Iterator[None]:
@@ -167,14 +165,12 @@ class _Bench:
             self._send(self._short_tokens, SHORT_SLO_MS)
 
     def run_round(self, step: Step) -> None:
-        """Short and long prompts alone, then a short one into a long one at each moment."""
-        with step(f"{self._policy}: short alone"):
-            for _ in range(NUM_SHORT_SOLOS):
-                self.run.short_solo_s.append(_ttft(self._send(self._short_tokens, SHORT_SLO_MS)))
+        """A long prompt alone; then for each moment a short one alone and one into a long one."""
         with step(f"{self._policy}: long alone"):
             self.run.long_solo_s.append(_ttft(self._send(self._long_tokens, LONG_SLO_MS)))
         for moment in MOMENTS:
             with step(f"{self._policy}: short at {moment:.0%} of long"):
+                self.run.short_solo_s.append(_ttft(self._send(self._short_tokens, SHORT_SLO_MS)))
                 before = self._client.engine_stats()
                 self.run.encounters.append(self._meet(moment))
                 self.run.add_stats(before, self._client.engine_stats())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,8 +28,22 @@ def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[st
             # One after the other, so that engines do not disturb each other's calibration.
             extra_args=("--model-load-thread-count=1",),
         )
-        with TritonServer(options) as server:
+        with _sigterm_raises(), TritonServer(options) as server:
             yield server.grpc_url
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Make SIGTERM an exception, so that a benchmark that is ended ends its server too."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _write_model(directory: Path, config: EngineConfig, policy: str) -> None:

@@ -1,0 +1,71 @@
+"""The benchmarks, made short: that they run, and that their figures point the right way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import group_members, wait_for
+
+FLOWPREFILL = Path(sys.executable).parent / "flowprefill"
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    """Run `flowprefill bench ...`; returns the JSON object of its last line."""
+    command = [str(FLOWPREFILL), "bench", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.slow
+def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path) -> None:
+    json_out = tmp_path / "results" / "hol.json"
+    result = bench("hol", "--rounds", "1", "--long-tokens", "2000", "--json-out", str(json_out))
+    assert json.loads(json_out.read_text()) == result
+    urgent, fcfs = result["s-edf"], result["fcfs"]
+    assert urgent["preemptions"] >= 2  # the last one may find the long prompt at its end
+    assert urgent["blocking_p99_ms"] > 0
+    assert fcfs["preemptions"] == 0
+    assert urgent["short_ttft_max_s"] < fcfs["moments"]["10%"]["short_ttft_p50_s"]
+    assert result["run"]["rounds"] == 1
+
+
+@pytest.mark.slow
+def test_blocking_measures_each_preemption() -> None:
+    result = bench("blocking", "--preemptions", "10", "--long-tokens", "1000",
+                   "--granularity", "tile", "--granularity", "chunk:512")  # fmt: skip
+    tile, chunk = result["tile"]["1000"], result["chunk:512"]["1000"]
+    assert tile["num_shorts"] == chunk["num_shorts"] == 10
+    assert 0 < tile["p50_ms"] < chunk["p50_ms"]
+
+
+@pytest.mark.slow
+def test_an_ended_hol_takes_its_server_with_it() -> None:
+    process = subprocess.Popen(
+        [str(FLOWPREFILL), "bench", "hol"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+    def server_pid() -> int | None:
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                is_server = b"tritonserver" in (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if is_server and int(parent) == process.pid:
+                return int(entry.name)
+        return None
+
+    group = wait_for(server_pid, 30, "tritonserver runs")
+    process.terminate()
+    assert process.wait(60) == 128 + 15
+    wait_for(lambda: not group_members(group), 10, "no process is left")
