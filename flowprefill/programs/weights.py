@@ -7,8 +7,9 @@ second copy of the model. Rotation pairs end up half a head apart (the Hugging F
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,22 @@ class DecoderWeights:
     """[hidden] fp32"""
     lm_head: Tensor
     """[vocab, hidden]; the same tensor object as `embed` when they are tied."""
+
+    def to(self, device: torch.device) -> DecoderWeights:
+        """The same weights on `device`; tied tensors stay tied."""
+        if device.type == "cpu":
+            return self
+        layers = [
+            replace(layer, **{f.name: _to(getattr(layer, f.name), device) for f in fields(layer)})
+            for layer in self.layers
+        ]
+        embed = self.embed.to(device)
+        lm_head = embed if self.lm_head is self.embed else self.lm_head.to(device)
+        return DecoderWeights(embed, layers, self.norm.to(device), lm_head)
+
+
+def _to(tensor: Any, device: torch.device) -> Any:
+    return None if tensor is None else tensor.to(device)
 
 
 def load_weights(

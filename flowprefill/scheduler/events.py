@@ -43,7 +43,13 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class DecodeStepDone:
-    """A decode step gave each of its requests one more token."""
+    """A decode step gave each of its requests one more token.
+
+    A step may be left midway for a prefill, like a prefill; it is reported when it has ended, and
+    decisions before that name the step again when it is due.
+    """
+
+    req_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,6 @@ class Scheduler:
         self._num_skips: dict[int, int] = {}  # by request that ranked first but did not fit
         self._queue: list[tuple[float, int]] = []  # heap of (arrival, id); stale ids drop lazily
 
-        self._running_step: tuple[int, ...] = ()
         self._num_decisions = 0
         self._num_preemptions = 0
 
@@ -103,8 +102,9 @@ class Scheduler:
 
         A running prefill is left at a boundary before the call: if it is unfinished, its
         PrefillParked comes first, and if the answer has the same task_id, it simply goes on. A
-        decode step is never left midway: its DecodeStepDone is among the events. Steps repeated
-        without a decision report one DecodeStepDone each; all tokens count as given at `now_s`.
+        decode step that was left midway goes on when the answer is a decode step, whatever its
+        members. Steps repeated without a decision report one DecodeStepDone each; all tokens count
+        as given at `now_s`.
         """
         self._num_decisions += 1
         for event in events:
@@ -115,7 +115,6 @@ class Scheduler:
 
         if step is not None and (prefill is None or step.goes_before(prefill, now_s)):
             self._pause_current()
-            self._running_step = step.task.req_ids
             # If all sequences are in this step, the next one is the same until an event comes.
             repeat = prefill is None and len(step.task.req_ids) == len(self._decoding)
             return Decision(step.task, self._queue_timer_s(), repeat, timed_out)
@@ -189,8 +188,8 @@ class Scheduler:
                 return  # state, not a reason to switch
             case PrefillDone(task_id):
                 self._finish_prefill(task_id, now_s)
-            case DecodeStepDone():
-                self._finish_step(now_s)
+            case DecodeStepDone(req_ids):
+                self._finish_step(req_ids, now_s)
                 return
             case Finished(req_id) | Cancel(req_id):
                 self._forget(req_id)
@@ -225,9 +224,9 @@ class Scheduler:
         if self._current_task == task_id:
             self._current_task = None
 
-    def _finish_step(self, now_s: float) -> None:
+    def _finish_step(self, req_ids: Sequence[int], now_s: float) -> None:
         self._pacer.step_ended(now_s)
-        for req_id in self._running_step:
+        for req_id in req_ids:
             request = self._decoding.get(req_id)
             if request is not None:  # it may have been cancelled meanwhile
                 request.num_context_tokens += 1

@@ -111,6 +111,7 @@ class Device:
         self._num_outputs: dict[int, int] = {}
         self._prompt_s: dict[int, float] = {}
         self._last_prefill: int | None = None
+        self._parked_step: tuple[DecodeStep, float] | None = None  # left midway, seconds to go
 
     def submit(self, arrival: Arrival, num_output_tokens: int | None = None) -> None:
         self._num_outputs[arrival.req_id] = num_output_tokens or arrival.max_tokens
@@ -172,6 +173,8 @@ class Device:
             self.ended[req_id] = "timed out"
             self.dropped_at[req_id] = self.now_s
             self.num_start_events += 1
+        if self._parked_step and self.ended.keys() & set(self._parked_step[0].req_ids):
+            self._parked_step = None  # the blocks of a member are gone; the others run again
         self._check(decision)
         return decision
 
@@ -194,35 +197,45 @@ class Device:
             self._last_prefill = decision.task.task_id
 
     def _run_task(self, decision: Decision) -> None:
-        start_s = self.now_s
         if isinstance(decision.task, PrefillTask):
             self._run_prefill(decision.task)
         elif isinstance(decision.task, DecodeStep):
             self._run_step(decision.task)
             while decision.repeat_decode and not self._is_interrupted():
                 self._run_step(decision.task)
-        if decision.task is not None:
-            self.log.append(Ran(decision.task, start_s, self.now_s))
 
     def _run_prefill(self, task: PrefillTask) -> None:
         remaining_s = self._remaining_s.get(task.task_id, self._prompt_s[task.req_ids[0]])
-        until_interrupt_s = self._next_interrupt_s() - self.now_s
-        ran_s = remaining_s
-        if until_interrupt_s < remaining_s:
-            ran_s = min(math.ceil(until_interrupt_s / SLICE_S) * SLICE_S, remaining_s)
-        self.now_s += ran_s
-        self._remaining_s[task.task_id] = remaining_s - ran_s
-        if ran_s < remaining_s:
-            predicted_s = self._remaining_s[task.task_id] / self._slowness
-            self._reports.append(PrefillParked(task.task_id, predicted_s))
+        remaining_s = self._remaining_s[task.task_id] = self._run_slices(task, remaining_s)
+        if remaining_s > 0:
+            self._reports.append(PrefillParked(task.task_id, remaining_s / self._slowness))
             return
         self._reports.append(PrefillDone(task.task_id))
         self._emit(task.req_ids)
 
-    def _run_step(self, step: DecodeStep) -> None:
-        self.now_s += self.scheduler._predictor.decode_step_s(1, 1) * self._slowness
-        self._reports.append(DecodeStepDone())
+    def _run_step(self, task: DecodeStep) -> None:
+        if self._parked_step is None:
+            step_s = self.scheduler._predictor.decode_step_s(len(task.req_ids), 0)
+            self._parked_step = task, step_s * self._slowness
+        step, remaining_s = self._parked_step  # one that was left midway goes on first
+        remaining_s = self._run_slices(step, remaining_s)
+        if remaining_s > 0:
+            self._parked_step = step, remaining_s
+            return
+        self._parked_step = None
+        self._reports.append(DecodeStepDone(step.req_ids))
         self._emit(step.req_ids)
+
+    def _run_slices(self, task: PrefillTask | DecodeStep, remaining_s: float) -> float:
+        """Run to the end, or to the first boundary after an interrupt. Returns what is left."""
+        start_s, ran_s = self.now_s, remaining_s
+        until_interrupt_s = self._next_interrupt_s() - self.now_s
+        if until_interrupt_s < remaining_s:
+            num_slices = max(1, math.ceil(until_interrupt_s / SLICE_S))
+            ran_s = min(num_slices * SLICE_S, remaining_s)
+        self.now_s += ran_s
+        self.log.append(Ran(task, start_s, self.now_s))
+        return remaining_s - ran_s
 
     def _emit(self, req_ids: tuple[int, ...]) -> None:
         for req_id in req_ids:

@@ -61,7 +61,7 @@ def test_beside_a_prefill_a_step_is_released_one_step_and_one_slice_before_its_t
     at_release = scheduler.decide(release_s, [parked, Timer()])
     assert at_release.task == DecodeStep((0,))
     assert not at_release.repeat_decode
-    after = scheduler.decide(release_s + STEP_S, [DecodeStepDone()])
+    after = scheduler.decide(release_s + STEP_S, [DecodeStepDone((0,))])
     assert after.task == decision.task
     assert after.timer_s == pytest.approx(release_s + STEP_S + release_s)
 
@@ -116,6 +116,16 @@ def test_a_stream_of_urgent_prefills_never_starves_decode() -> None:
     assert max(gaps(device.token_times[0])) <= 0.1 + SLICE_S + STEP_S + 1e-9
 
 
+def test_a_newcomer_waits_for_a_slice_of_the_step_and_not_for_its_end() -> None:
+    device = Device(make_scheduler(step_s=0.1, max_decode_share=0.25))
+    device.submit(make_arrival(0, num_prompt_tokens=1, max_tokens=10, tbt_slo_s=0.5))
+    device.submit(make_arrival(1, 0.15, num_prompt_tokens=50, max_tokens=1))
+    device.run()
+    assert device.ttft_s(1, 0.15) <= 0.05 + SLICE_S + 1e-9
+    # The step that was left goes on where it was.
+    assert device.token_times[0][-1] == pytest.approx(0.001 + 9 * 0.1 + 0.05)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_decode_takes_at_most_its_share_from_a_waiting_prefill(share: float) -> None:
     device = Device(make_scheduler(max_decode_share=share, step_s=0.03))
@@ -156,14 +166,14 @@ def test_a_step_that_leaves_sequences_out_is_not_repeated() -> None:
     done = [PrefillDone(task.task_id) for task in tasks if isinstance(task, PrefillTask)]
     decision = scheduler.decide(0.2, done)
     assert decision.task == DecodeStep((0,)) and not decision.repeat_decode
-    assert scheduler.decide(0.21, [DecodeStepDone()]).task == DecodeStep((1,))
+    assert scheduler.decide(0.21, [DecodeStepDone((0,))]).task == DecodeStep((1,))
 
 
 def test_a_step_is_predicted_from_the_tokens_cached_by_then() -> None:
     scheduler = make_scheduler(step_s_per_token=0.001)
     start_decoding(scheduler, 0)
     assert scheduler.decide(0.0, []).repeat_decode
-    steps = [DecodeStepDone()] * 20
+    steps = [DecodeStepDone((0,))] * 20
     decision = scheduler.decide(1.0, [*steps, make_arrival(1, 1.0, num_prompt_tokens=2000)])
     step_s = STEP_S + 0.001 * (1 + 20)
     assert decision.timer_s == pytest.approx(1.0 + 0.2 - step_s - SLICE_S)
@@ -186,7 +196,7 @@ def test_last_tokens_count_from_the_latest_report_of_repeated_steps() -> None:
     scheduler = make_scheduler()
     start_decoding(scheduler, 0)
     assert scheduler.decide(0.0, []).repeat_decode
-    events = [DecodeStepDone(), DecodeStepDone(), make_arrival(1, 5.0, num_prompt_tokens=2000)]
-    decision = scheduler.decide(5.0, events)
+    steps = [DecodeStepDone((0,))] * 2
+    decision = scheduler.decide(5.0, [*steps, make_arrival(1, 5.0, num_prompt_tokens=2000)])
     assert isinstance(decision.task, PrefillTask)
     assert decision.timer_s == pytest.approx(5.0 + 0.2 - STEP_S - SLICE_S)

@@ -139,11 +139,11 @@ def test_the_end_of_a_decode_step_alone_switches_no_prefill() -> None:
     assert scheduler.status(1) is RequestStatus.PREEMPTED
     assert scheduler.num_preemptions(1) == 0, "a step is no preemption"
     # The timer allows one switch, to the request that can still be on time ...
-    third = prefill_of(scheduler.decide(0.2, [DecodeStepDone()]))
+    third = prefill_of(scheduler.decide(0.2, [DecodeStepDone(step.task.req_ids)]))
     assert third.req_ids == (2,)
     assert scheduler.num_preemptions(1) == 1
     # ... and without a further event the next step's end allows none.
-    scheduler.decide(0.29, [PrefillParked(third.task_id, 9.0), DecodeStepDone()])
+    scheduler.decide(0.29, [PrefillParked(third.task_id, 9.0), DecodeStepDone(step.task.req_ids)])
     assert scheduler.num_preemptions() == 1
 
 

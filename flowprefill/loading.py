@@ -1,0 +1,87 @@
+"""From EngineConfig to a model that can run: device, weights, KV cache, program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import ConfigError
+from flowprefill.executor.device import Device, make_device
+from flowprefill.kv.cache import KVCache
+from flowprefill.programs.decoder import DecoderProgram
+from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
+from flowprefill.programs.weights import load_weights
+
+_DEFAULT_CPU_SEQUENCES = 4
+"""Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise."""
+
+OnProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device."""
+
+    spec: ModelSpec
+    """max_position_embeddings is the engine's max_model_len."""
+    device: Device
+    dtype: torch.dtype
+    cache: KVCache
+    program: DecoderProgram
+
+
+def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
+    """Load what model.json names. Raises ConfigError or ModelLoadError."""
+    path = resolve_model_path(config.model)
+    spec = _with_max_model_len(read_model_spec(path), config.max_model_len)
+    max_slice_s = config.max_slice_ms / 1000
+    device = make_device(config.device, max_slice_s, config.num_threads)
+    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
+    on_progress("prepare operators", 0.0)
+    cache = KVCache(
+        _num_blocks(config, spec, dtype, device),
+        config.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=device.torch_device,
+    )
+    limits = device.slice_limits(spec, dtype, max_slice_s)
+    program = DecoderProgram(spec, weights, cache, limits)
+    on_progress("prepare operators", 1.0)
+    return LoadedModel(spec, device, dtype, cache, program)
+
+
+def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
+    limit = spec.max_position_embeddings
+    if max_model_len is not None and max_model_len > limit:
+        raise ConfigError(
+            f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
+        )
+    return replace(spec, max_position_embeddings=max_model_len or limit)
+
+
+def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device) -> int:
+    """KV blocks that the configured memory holds; enough for one request of max_model_len."""
+    block_bytes = 2 * spec.num_layers * config.block_size * spec.kv_size * dtype.itemsize
+    blocks_per_request = -(-spec.max_position_embeddings // config.block_size)
+    if config.kv_cache_memory_bytes is not None:
+        memory = config.kv_cache_memory_bytes
+    elif device.torch_device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        memory = int(free - (1 - config.gpu_memory_utilization) * total)
+    else:
+        memory = _DEFAULT_CPU_SEQUENCES * blocks_per_request * block_bytes
+    num_blocks = memory // block_bytes
+    if num_blocks < blocks_per_request:
+        need = blocks_per_request * block_bytes
+        raise ConfigError(
+            f"model.json: kv_cache_memory_bytes={memory}: one request of max_model_len="
+            f"{spec.max_position_embeddings} needs {need}; raise it or lower max_model_len"
+        )
+    return num_blocks

@@ -1,0 +1,188 @@
+"""Which slices one pass over some token rows consists of. Pure: no torch.
+
+Slice edges are constants of the model, the device class and the absolute token position. Neither
+load nor calibration moves them, so a run that was parked does the same arithmetic as another.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from flowprefill.granularity import Granularity
+from flowprefill.programs.model_spec import ModelSpec
+
+MAX_TILE_ROWS = 8192
+
+
+class Group(enum.Enum):
+    """Operators that run without a boundary between them."""
+
+    QKV = "qkv"  # norm, qkv projection, rope, K and V into the cache
+    ATTENTION = "attention"
+    MLP = "mlp"  # output projection, residual, norm, gated MLP, residual
+    HEAD = "head"  # the last layer and the logits, for the last row of each sequence
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The work between two boundaries: one operator group on a range of rows of the pass."""
+
+    group: Group
+    start: int
+    end: int
+    """Rows start..end of the pass."""
+    sequence: int | None = None
+    """Attention of a prefill: the sequence that the rows belong to; None = each row is its own."""
+    position: int = 0
+    """Attention of a prefill: token position of row `start`."""
+    num_keys: int = 0
+    """Keys that a row reads at most (prefill), or that all rows read together (decode)."""
+    is_boundary: bool = False
+    """The task may be left after this slice."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class SliceLimits:
+    """How many rows a slice may have, so that it lasts about max_slice."""
+
+    tile_rows: int
+    """Rows of a QKV or MLP slice; tile edges are its multiples in token positions."""
+    attention_work: int
+    """Query rows x keys of an attention slice."""
+
+    @staticmethod
+    def for_device(
+        spec: ModelSpec, max_slice_s: float, linear_flops: float, attention_flops: float
+    ) -> SliceLimits:
+        """From the class's rate (FLOP/s) in matrix products and in attention."""
+        q_dim = spec.num_heads * spec.head_dim
+        mlp_row = 2 * spec.hidden_size * (q_dim + 3 * spec.intermediate_size)
+        rows = _floor_to(max_slice_s * linear_flops / mlp_row, 64, MAX_TILE_ROWS)
+        return SliceLimits(rows, int(max_slice_s * attention_flops / (4 * q_dim)))
+
+    def attention_rows(self, num_keys: int) -> int:
+        """Query rows of an attention slice that reads up to num_keys keys."""
+        return _floor_to(self.attention_work / num_keys, 16, self.tile_rows)
+
+
+def _floor_to(value: float, step: int, largest: int) -> int:
+    return max(step, min(largest, int(value) // step * step))
+
+
+@dataclass(frozen=True)
+class Span:
+    """Token positions start..end of one sequence, computed in one pass."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """The slices of one pass: `layer` for every layer but the last, then `last_layer`."""
+
+    layer: tuple[Slice, ...]
+    last_layer: tuple[Slice, ...]
+
+
+def plan_prefill(
+    spans: Sequence[Span], limits: SliceLimits, granularity: Granularity, is_final: bool
+) -> PassPlan:
+    """Slices of a pass over the prompts' spans, packed one behind the other.
+
+    is_final: the pass ends with the prompts' last tokens, so it ends with their logits.
+    """
+    tiles = _tiles(spans, limits.tile_rows)
+    qkv = [Slice(Group.QKV, tile[0].start, tile[-1].end) for tile in tiles]
+    attention = [
+        [part for piece in tile for part in _attention_parts(piece, limits)] for tile in tiles
+    ]
+    mlp = [replace(s, group=Group.MLP) for s in qkv]
+    if granularity.kind == "op":  # each operator over the whole prompt before the next
+        layer = [*qkv, *(part for parts in attention for part in parts), *mlp]
+    else:
+        layer = [s for a, b, c in zip(qkv, attention, mlp, strict=True) for s in (a, *b, c)]
+    last = list(qkv)
+    if is_final:
+        num_rows = sum(span.end - span.start for span in spans)
+        last.append(Slice(Group.HEAD, 0, num_rows, num_keys=sum(span.end for span in spans)))
+    return PassPlan(_mark(layer, granularity), _mark(last, granularity))
+
+
+def plan_decode(contexts: Sequence[int]) -> PassPlan:
+    """Slices of one decode step, one row for each sequence.
+
+    contexts: tokens of each sequence in the cache, the new one included. A step may be left after
+    each layer, whatever the granularity of prefills.
+    """
+    num_rows, num_keys = len(contexts), sum(contexts)
+    rows = Slice(Group.QKV, 0, num_rows)
+    layer = (
+        rows,
+        replace(rows, group=Group.ATTENTION, num_keys=num_keys),
+        replace(rows, group=Group.MLP, is_boundary=True),
+    )
+    return PassPlan(layer, (replace(rows, group=Group.HEAD, num_keys=num_keys),))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of one tile that belong to one sequence."""
+
+    start: int
+    end: int
+    sequence: int
+    position: int  # token position of row `start`
+
+
+def _tiles(spans: Sequence[Span], tile_rows: int) -> list[list[_Piece]]:
+    """Cut spans at multiples of tile_rows in token positions; pack small pieces into one tile."""
+    tiles: list[list[_Piece]] = []
+    row = 0
+    for sequence, span in enumerate(spans):
+        position = span.start
+        while position < span.end:
+            edge = min(span.end, (position // tile_rows + 1) * tile_rows)
+            piece = _Piece(row, row + edge - position, sequence, position)
+            if tiles and piece.end - tiles[-1][0].start <= tile_rows:
+                tiles[-1].append(piece)
+            else:
+                tiles.append([piece])
+            row, position = piece.end, edge
+    return tiles
+
+
+def _attention_parts(piece: _Piece, limits: SliceLimits) -> list[Slice]:
+    """Cut a piece so that rows x keys stays within limits; edges at fixed token positions."""
+    last_position = piece.position + piece.end - piece.start
+    tile_end = -(-last_position // limits.tile_rows) * limits.tile_rows
+    rows = limits.attention_rows(tile_end)
+    offset = piece.position - piece.start  # token position = row + offset
+    parts = []
+    position = piece.position
+    while position < last_position:
+        edge = min(last_position, (position // rows + 1) * rows)
+        parts.append(
+            Slice(Group.ATTENTION, position - offset, edge - offset, piece.sequence, position, edge)
+        )
+        position = edge
+    return parts
+
+
+def _mark(slices: Sequence[Slice], granularity: Granularity) -> tuple[Slice, ...]:
+    """Mark where a task of this granularity may be left."""
+    if granularity.kind == "tile":
+        return tuple(replace(s, is_boundary=True) for s in slices)
+    if granularity.kind == "op":
+        groups = [list(g) for _, g in groupby(slices, key=lambda s: s.group)]
+        return tuple(s for g in groups for s in (*g[:-1], replace(g[-1], is_boundary=True)))
+    if granularity.kind == "layer":
+        return (*slices[:-1], replace(slices[-1], is_boundary=True))
+    return tuple(slices)  # whole: nowhere; chunk: after the pass, which the state knows
