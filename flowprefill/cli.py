@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from flowprefill.bench import blocking, hol
 from flowprefill.errors import FlowPrefillError, ServerStartError
+from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ bench_app.command("blocking")(blocking.run)
 
 def main() -> None:
     """Entry point: errors raised on purpose are one line, exit code 1."""
+    let_threads_sleep(os.environ)
     try:
         app()
     except FlowPrefillError as error:

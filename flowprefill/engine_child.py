@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flowprefill.config import EngineConfig
 from flowprefill.engine_server import STACK_DUMP_SIGNAL
+from flowprefill.openmp import let_threads_sleep
 from flowprefill.wire import Channel, Kind, pack
 
 REAP_S = 2.0
@@ -97,6 +98,7 @@ def _spawn(fd: int) -> subprocess.Popen[str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",  # no module of the working directory gets in front of ours
     }
+    let_threads_sleep(env)
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "flowprefill.engine_server", str(fd)],
         pass_fds=[fd],
