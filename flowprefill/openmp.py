@@ -1,8 +1,8 @@
 """How torch's CPU threads wait for each other. Must be settled before torch is imported.
 
-By default an OpenMP thread spins at the end of each parallel region. Where any other process wants a
-core (tritonserver, the client, a second engine), the spinning thread keeps the core from the one it
-waits for, and a prefill becomes ten times slower (docs/log.md). A sleeping thread costs microseconds.
+By default an OpenMP thread spins at the end of each parallel region. Where any other process wants
+a core (tritonserver, the client, a second engine), the spinning thread keeps the core from the one
+it waits for, and a prefill becomes ten times slower (docs/log.md). Sleeping costs microseconds.
 """
 
 from __future__ import annotations
