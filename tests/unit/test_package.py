@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 import flowprefill
+from flowprefill.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 SOURCE_FOLDERS = ("flowprefill", "backend", "clients")
@@ -23,6 +25,15 @@ def test_changelog_s_top_version_is_the_package_s() -> None:
 
 def test_public_names_resolve() -> None:
     assert all(getattr(flowprefill, name) is not None for name in flowprefill.__all__)
+
+
+def test_readme_lists_every_key_of_model_json() -> None:
+    readme = (ROOT / "README.md").read_text()
+    table = readme.split("| key | default | meaning |")[1].split("\n\n")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    keys = {key.strip("`") for cell in cells for key in cell.split(", ")}
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert keys == fields - {"tensor_parallel_size"}  # it has one value only
 
 
 def expand_braces(path: str) -> list[str]:
