@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -36,6 +37,7 @@ class AsyncStream:
         self._messages = call.__aiter__()
         self._recorder = Recorder(request_id)
         self._is_cancelled = False
+        self._is_over = False  # the last message was received
 
     @property
     def request_id(self) -> str:
@@ -59,14 +61,22 @@ class AsyncStream:
             raise
         except grpc.RpcError as error:
             raise ServerError.from_rpc(error) from None
-        return self._recorder.add(message)
+        try:
+            return self._recorder.add(message)
+        except ServerError:
+            # As in Stream.__next__: cancelling now would hold the model in tritonserver.
+            self._is_over = True
+            with contextlib.suppress(grpc.RpcError):
+                async for _ in self._messages:
+                    pass
+            raise
 
     def cancel(self) -> None:
         """Tell the server to drop the request; the iteration ends."""
-        if self._recorder.finish_reason is None:
+        if self._recorder.finish_reason is None and not self._is_over:
             self._is_cancelled = True
             self._recorder.finish_reason = "cancelled"
-        self._call.cancel()
+            self._call.cancel()
 
     def completion(self) -> Completion:
         """What was received so far."""

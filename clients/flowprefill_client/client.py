@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ class Stream:
         self._call = call
         self._recorder = Recorder(request_id)
         self._is_cancelled = False
+        self._is_over = False  # the last message was received
 
     @property
     def request_id(self) -> str:
@@ -52,14 +54,23 @@ class Stream:
             if self._is_cancelled:
                 raise StopIteration from None
             raise ServerError.from_rpc(error) from None
-        return self._recorder.add(message)
+        try:
+            return self._recorder.add(message)
+        except ServerError:
+            # The stream's end is on its way. tritonserver 2.51 leaks a response, and with it holds
+            # the model, when a stream is cancelled between its last response and its end.
+            self._is_over = True
+            with contextlib.suppress(grpc.RpcError):
+                for _ in self._call:
+                    pass
+            raise
 
     def cancel(self) -> None:
         """Tell the server to drop the request; the iteration ends. From any thread, at any time."""
-        if self._recorder.finish_reason is None:
+        if self._recorder.finish_reason is None and not self._is_over:
             self._is_cancelled = True
             self._recorder.finish_reason = "cancelled"
-        self._call.cancel()
+            self._call.cancel()
 
     def completion(self) -> Completion:
         """What was received so far."""
