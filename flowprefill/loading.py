@@ -63,6 +63,8 @@ def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec
         raise ConfigError(
             f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
         )
+    if max_model_len == 1:
+        raise ConfigError("model.json: max_model_len=1: must hold a prompt and its answer; >= 2")
     return replace(spec, max_position_embeddings=max_model_len or limit)
 
 

@@ -29,6 +29,8 @@ _NO_BOUNDARY = Granularity("whole")
 _SPEED_WEIGHT = 0.1
 _SPEED_BOUNDS = (0.25, 4.0)
 _MIN_SAMPLE_S = 0.002
+_NEVER_RUN = (0.0, 0.0, 0.0)
+"""A model of one layer has slices of the head's layer only."""
 
 
 def slice_kind(piece: Slice) -> str:
@@ -63,7 +65,7 @@ class FittedPredictor:
 
     def slice_s(self, piece: Slice) -> float:
         """Device seconds of one slice."""
-        a, b, c = self._coefficients[slice_kind(piece)]
+        a, b, c = self._coefficients.get(slice_kind(piece), _NEVER_RUN)
         constant, rows, keys = slice_features(piece)
         return self.speed_factor * (a * constant + b * rows + c * keys)
 

@@ -1,0 +1,133 @@
+"""From model.json to a model that can run, and what is refused with its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowprefill.config import EngineConfig
+from flowprefill.errors import ConfigError, ModelLoadError
+from flowprefill.loading import LoadedModel, load_model
+from tests.factories import write_tiny_gguf, write_tiny_model
+from tests.unit.programs.runs import Runner, load_quietly, random_tokens
+
+MAX_LEN = 512
+BLOCK_BYTES = 2 * 3 * 16 * (2 * 16) * 4
+"""K and V of 3 layers, 16 tokens of 2 heads of 16 fp32 values."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("llama"), max_len=MAX_LEN)
+
+
+def load(path: Path, **config: Any) -> LoadedModel:
+    return load_quietly(path, **config)
+
+
+class TestKVCacheSize:
+    def test_a_cpu_has_room_for_four_requests_unless_told(self, directory: Path) -> None:
+        assert load(directory).cache.num_blocks == 4 * MAX_LEN // 16
+
+    def test_a_shorter_max_model_len_needs_fewer_blocks(self, directory: Path) -> None:
+        model = load(directory, max_model_len=100)
+        assert model.cache.num_blocks == 4 * 7  # 100 tokens in blocks of 16
+
+    def test_the_given_memory_is_used_and_not_exceeded(self, directory: Path) -> None:
+        for extra in (0, 1, BLOCK_BYTES - 1):
+            model = load(directory, kv_cache_memory_bytes=40 * BLOCK_BYTES + extra)
+            assert model.cache.num_blocks == 40
+        in_blocks = model.cache.k[:, :40].nbytes + model.cache.v[:, :40].nbytes
+        assert in_blocks == 40 * BLOCK_BYTES
+
+    def test_bf16_blocks_take_half_the_memory(self, directory: Path) -> None:
+        model = load(directory, dtype="bfloat16", kv_cache_memory_bytes=40 * BLOCK_BYTES)
+        assert model.cache.num_blocks == 80
+
+    def test_too_small_for_one_request_is_refused_with_the_numbers(self, directory: Path) -> None:
+        need = MAX_LEN // 16 * BLOCK_BYTES
+        load(directory, kv_cache_memory_bytes=need)
+        message = (
+            rf"kv_cache_memory_bytes={need - 1}: one request of max_model_len={MAX_LEN} "
+            rf"needs {need};"
+        )
+        with pytest.raises(ConfigError, match=message):
+            load(directory, kv_cache_memory_bytes=need - 1)
+
+
+class TestMaxModelLen:
+    def test_it_is_the_models_limit_unless_told(self, directory: Path) -> None:
+        assert load(directory).spec.max_position_embeddings == MAX_LEN
+        assert load(directory, max_model_len=MAX_LEN).spec.max_position_embeddings == MAX_LEN
+        assert load(directory, max_model_len=100).spec.max_position_embeddings == 100
+
+    def test_over_the_models_limit_is_refused_with_both(self, directory: Path) -> None:
+        message = rf"max_model_len={MAX_LEN + 1}: the model's limit is {MAX_LEN}"
+        with pytest.raises(ConfigError, match=message):
+            load(directory, max_model_len=MAX_LEN + 1)
+
+    def test_room_for_no_answer_is_refused(self, directory: Path) -> None:
+        with pytest.raises(ConfigError, match="max_model_len=1: must hold a prompt and its answer"):
+            load(directory, max_model_len=1)
+
+
+class TestDtype:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_weights_and_cache_have_the_dtype_asked_for(self, directory: Path, dtype: str) -> None:
+        model = load(directory, dtype=dtype)
+        expected = getattr(torch, dtype)
+        assert model.dtype == model.cache.k.dtype == model.program.embed.dtype == expected
+
+    @pytest.mark.parametrize("has_bf16", [True, False])
+    def test_auto_is_what_the_device_multiplies_natively(
+        self, directory: Path, has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        expected = torch.bfloat16 if has_bf16 else torch.float32
+        assert load(directory, dtype="auto").dtype == expected
+
+
+def test_progress_names_its_stages_and_ends_at_one(directory: Path) -> None:
+    calls: list[tuple[str, float]] = []
+    load_model(
+        EngineConfig(model=str(directory), device="cpu", num_threads=1),
+        lambda stage, fraction: calls.append((stage, fraction)),
+    )
+    stages = list(dict.fromkeys(stage for stage, _ in calls))
+    assert stages == ["load weights", "prepare operators"]
+    for stage in stages:
+        fractions = [fraction for name, fraction in calls if name == stage]
+        assert fractions == sorted(fractions) and fractions[-1] == 1.0
+
+
+def test_a_missing_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere'?: not found"):
+        load(tmp_path / "nowhere")
+
+
+def test_cuda_without_a_card_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device='cuda'"):
+        load_model(EngineConfig(model=str(directory), device="cuda"), lambda stage, fraction: None)
+
+
+def test_a_gguf_file_and_its_directory_give_the_same_logits(
+    directory: Path, tmp_path: Path
+) -> None:
+    file = write_tiny_gguf(tmp_path / "model.gguf", directory)
+    prompt = random_tokens(30)
+    ours, theirs = (Runner(load(path)).prefill(prompt) for path in (file, directory))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 1024])
+def test_the_block_size_changes_no_logit(directory: Path, block_size: int) -> None:
+    prompt = random_tokens(100)
+    model = load(directory, block_size=block_size)
+    assert model.cache.block_size == block_size
+    expected = Runner(load(directory)).prefill(prompt)
+    assert torch.equal(Runner(model).prefill(prompt), expected)
