@@ -7,9 +7,7 @@ a preemption cannot act before a boundary anyway, and there the executor looks a
 
 from __future__ import annotations
 
-import math
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -83,7 +81,7 @@ class _Live:
 
 @dataclass
 class _Counters:
-    """What stats() counts since the start; written by the engine thread alone."""
+    """What stats() counts since the start; written by the engine thread, `started` by submit."""
 
     wakeups: int = 0
     decision_s: float = 0.0
@@ -102,6 +100,10 @@ class Engine:
 
     on_output is called on the engine thread and must return at once. Exactly one TokenOutput of a
     request has a finish_reason, and it is the last one.
+
+    Whatever happens counts at the next boundary: with granularity `whole` a cancel or a queue
+    timeout during a prefill takes effect when that prefill ends. At rest num_started = num_finished
+    + num_cancelled + num_rejected + num_failed.
     """
 
     def __init__(
@@ -148,13 +150,15 @@ class Engine:
             bit_invariant=profile.is_bit_invariant,
         )
         self._inbox: Inbox[_Message] = Inbox(self._clock)
+        self._lock = threading.Lock()  # submit against close and failure: nothing slips in behind
+        self._unfinished: set[int] = set()  # handed over and not yet ended
         self._live: dict[int, _Live] = {}
         self._prefills: dict[int, ProgramState] = {}  # started and unfinished, by task id
         self._step: tuple[tuple[int, ...], ProgramState] | None = None  # a decode step left midway
         self._decision = Decision(None)
         self._arrived: set[int] = set()  # requests whose arrival the last decision answered
         self._counters = _Counters()
-        self._close_s = math.inf
+        self._close_s: float | None = None
         self._is_closed = False
         self._death: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -168,20 +172,26 @@ class Engine:
         return self._executor.num_slices
 
     def submit(self, request: Request) -> None:
-        """Hand over a request; never blocks.
+        """Hand over a request; waits for nothing that runs.
 
-        Raises InvalidRequestError if it can never be served, UnavailableError if the engine is
-        closed, EngineDeadError if its thread has failed.
+        Raises InvalidRequestError if it can never be served or its req_id is in use,
+        UnavailableError if the engine is closed, EngineDeadError if its thread has failed. What
+        is refused here counts nowhere and has no output.
         """
-        if self._death:
-            raise EngineDeadError(self._death)
-        if self._is_closed:
-            raise UnavailableError("the engine is closing")
         self._check(request)
-        self._inbox.put(request)
+        with self._lock:
+            if self._death:
+                raise EngineDeadError(self._death)
+            if self._is_closed:
+                raise UnavailableError("the engine is closing")
+            if request.req_id in self._unfinished:
+                raise InvalidParameterError("req_id", request.req_id, "no live request's")
+            self._unfinished.add(request.req_id)
+            self._counters.started += 1
+            self._inbox.put(request)
 
     def cancel(self, req_id: int) -> None:
-        """End a request as CANCELLED at the next boundary; unknown ids are ignored."""
+        """End a request as CANCELLED at the next boundary; unknown and ended ids are ignored."""
         self._inbox.put(_CancelRequest(req_id))
 
     def stats(self) -> EngineStats:
@@ -209,13 +219,19 @@ class Engine:
         )
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take nothing new, let the rest end within drain_s, fail what is left, stop the thread."""
-        self._is_closed = True
-        self._inbox.put(_Close(self._clock.now_s() + drain_s))
+        """Take nothing new, let the rest end within drain_s, fail what is left, stop the thread.
+
+        What is left fails with UNAVAILABLE at the next boundary. drain_s may be inf. A later call
+        sets a new limit.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._inbox.put(_Close(self._clock.now_s() + drain_s))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _check(self, request: Request) -> None:
+        # What fits max_model_len fits the KV cache alone: load_model refuses a smaller cache.
         limit, vocab_size = self.info.max_model_len, self.info.vocab_size
         num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
         if not num_prompt:
@@ -235,11 +251,12 @@ class Engine:
         try:
             self._loop()
         except Exception as error:
-            traceback.print_exc()
-            self._death = f"the engine failed: {type(error).__name__}: {error}"
-            for req_id in list(self._live):
-                self._fail(req_id, EngineDeadError.code, self._death)
-            raise
+            death = f"the engine failed: {type(error).__name__}: {error}"
+            with self._lock:
+                self._death = death
+            for req_id in sorted(self._unfinished):  # also those still in the inbox
+                self._fail(req_id, EngineDeadError.code, death)
+            raise  # threading.excepthook prints it, and ends an engine process
 
     def _loop(self) -> None:
         """Take in events, decide, run the task until it ends or something happens."""
@@ -251,35 +268,38 @@ class Engine:
             else:
                 messages = self._inbox.take()
             external = [e for put_s, message in messages for e in self._take_in(put_s, message)]
-            if self._has_timer_fired():
+            if self._is_due(self._decision.timer_s):
                 external.append(Timer())
-            if self._must_end():
-                return
             if external or not self._may_repeat(happened):
                 self._decide([*happened, *external])
                 happened = []
+            if self._must_end():  # behind the decision, which can time the last request out
+                return
             happened += self._run_task()
 
     def _wake_s(self) -> float | None:
-        times = [self._close_s if self._close_s < math.inf else None, self._decision.timer_s]
+        times = (self._decision.timer_s, self._close_s)
         return min((t for t in times if t is not None), default=None)
 
-    def _has_timer_fired(self) -> bool:
-        timer_s = self._decision.timer_s
-        return timer_s is not None and self._clock.now_s() >= timer_s
+    def _is_due(self, time_s: float | None) -> bool:
+        return time_s is not None and self._clock.now_s() >= time_s
 
     def _may_repeat(self, happened: list[Event]) -> bool:
         """A decode step with unchanged members needs no decision."""
-        unchanged = bool(happened) and all(isinstance(e, DecodeStepDone) for e in happened)
+        # The last event tells: an end of a request follows its step, and is decided on at once.
+        unchanged = bool(happened) and isinstance(happened[-1], DecodeStepDone)
         return self._decision.repeat_decode and unchanged
 
     def _must_end(self) -> bool:
         """After close(): when nothing is live, or the time to drain is over."""
-        if self._close_s == math.inf:
+        if self._close_s is None:
             return False
-        if self._clock.now_s() >= self._close_s:
-            for req_id in list(self._live):
+        if self._live and self._is_due(self._close_s):
+            left = list(self._live)
+            for req_id in left:
                 self._fail(req_id, UnavailableError.code, "the engine is closing")
+            self._step = None
+            self._decide([Cancel(req_id) for req_id in left])
         return not self._live
 
     def _take_in(self, put_s: float, message: _Message) -> list[Event]:
@@ -293,6 +313,8 @@ class Engine:
             return []
         self._counters.cancelled += 1
         self._end(message.req_id, FinishReason.CANCELLED)
+        if self._step and message.req_id in self._step[0]:
+            self._step = None  # its blocks go to others; the rest of the step runs again
         return [Cancel(message.req_id)]
 
     def _arrive(self, put_s: float, request: Request) -> Arrival:
@@ -302,7 +324,6 @@ class Engine:
             request.sampling, request.prompt_token_ids, self.info.eos_token_ids, seed
         )
         self._live[request.req_id] = _Live(request, state, put_s)
-        self._counters.started += 1
         return Arrival(
             req_id=request.req_id,
             arrival_s=request.arrival_s,
@@ -321,11 +342,9 @@ class Engine:
             self._counters.rejected += 1
             limit = self._config.queue_timeout_ms
             message = f"the request did not start within queue_timeout_ms={limit:g}"
-            self._emit_error(req_id, UnavailableError.code, message)
+            self._end(req_id, FinishReason.ERROR, UnavailableError.code, message)
         for task_id in [t for t in self._prefills if not self._scheduler.is_live(t)]:
             del self._prefills[task_id]
-        if self._step and not all(req_id in self._live for req_id in self._step[0]):
-            self._step = None  # a member is gone, its blocks with it; the others run again
 
     # ---- tasks --------------------------------------------------------------------------------
 
@@ -372,7 +391,7 @@ class Engine:
         return report
 
     def _should_leave(self) -> bool:
-        return self._inbox.has_messages() or self._has_timer_fired()
+        return self._inbox.has_messages() or self._is_due(self._wake_s())
 
     def _prompt_input(self, req_id: int) -> SequenceInput:
         live = self._live[req_id]
@@ -407,6 +426,8 @@ class Engine:
     def _emit(self, req_id: int, sampled: Sampled, now_s: float) -> bool:
         """Send one token. True if the request ended with it."""
         if sampled.error:
+            # Attention reads what others left in a block and masks it; times 0, NaN stays NaN.
+            self._model.cache.clear(self._scheduler.block_ids(req_id))
             self._fail(req_id, "INTERNAL", sampled.error)
             return True
         state = self._live[req_id].sampling
@@ -415,7 +436,7 @@ class Engine:
         self._counters.generated_tokens += 1
         if reason:
             self._counters.finished += 1
-            del self._live[req_id]
+            self._forget(req_id)
         self._on_output(
             TokenOutput(
                 req_id=req_id,
@@ -429,25 +450,29 @@ class Engine:
         )
         return reason is not None
 
-    def _end(self, req_id: int, reason: FinishReason) -> None:
-        del self._live[req_id]
-        self._on_output(TokenOutput(req_id, finish_reason=reason, token_s=self._clock.now_s()))
-
     def _fail(self, req_id: int, code: str, message: str) -> None:
         self._counters.failed += 1
-        self._emit_error(req_id, code, message)
+        self._end(req_id, FinishReason.ERROR, code, message)
 
-    def _emit_error(self, req_id: int, code: str, message: str) -> None:
-        del self._live[req_id]
+    def _end(
+        self, req_id: int, reason: FinishReason, code: str | None = None, message: str | None = None
+    ) -> None:
+        """The last output of a request that ends without a token."""
+        self._forget(req_id)
         self._on_output(
             TokenOutput(
-                req_id,
-                finish_reason=FinishReason.ERROR,
+                req_id=req_id,
+                finish_reason=reason,
                 error_code=code,
                 error_message=message,
+                num_preemptions=self._scheduler.num_preemptions(req_id),
                 token_s=self._clock.now_s(),
             )
         )
+
+    def _forget(self, req_id: int) -> None:
+        self._live.pop(req_id, None)
+        self._unfinished.discard(req_id)
 
 
 def _profile(model: LoadedModel, clock: MonotonicClock, report: OnProgress) -> Profile:

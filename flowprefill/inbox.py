@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Generic, TypeVar
 
 from flowprefill.clock import Clock
@@ -35,7 +36,9 @@ class Inbox(Generic[T]):
 
     def wait(self, until_s: float | None) -> list[tuple[float, T]]:
         """Sleep until there is a message or, if given, until that time; then take all."""
-        timeout_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
+        timeout_s = None
+        if until_s is not None:
+            timeout_s = min(max(0.0, until_s - self._clock.now_s()), threading.TIMEOUT_MAX)
         try:
             first = self._queue.get(timeout=timeout_s)
         except queue.Empty:
