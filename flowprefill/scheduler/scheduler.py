@@ -11,9 +11,8 @@ The rules, each with a scenario in tests/unit/scheduler:
 - KV blocks: a request that starts reserves its whole need, prompt + max_tokens, and so can always
   finish. One that ranks first but finds too few blocks is skipped over by those that fit; after
   MAX_SKIPS such starts nothing else starts until it has its blocks.
-- max_num_seqs is the width of a decode step. A waiting request may start while fewer are decoding.
-  Parked prefills do not count, so a full set of them never keeps an urgent newcomer out; where they
-  then finish and more than max_num_seqs decode, each step takes those that are due first.
+- max_num_seqs is the width of a decode step, not a bound on who starts: an urgent newcomer must not
+  wait for somebody's last token. Where more decode, each step takes those that are due first.
 - Decode steps wait while a prefill can use the device, up to their release (decode.py).
 - A request that has not started queue_timeout_s after its arrival is dropped.
 """
@@ -70,7 +69,6 @@ class Scheduler:
         self._policy = policy
         self._predictor = predictor
         self._pool = pool
-        self._max_num_seqs = max_num_seqs
         self._max_slice_s = max_slice_s
         self._queue_timeout_s = queue_timeout_s
         self._pacer = DecodePacer(
@@ -271,10 +269,8 @@ class Scheduler:
         current = self._current()
         if current is not None and not self._may_switch:
             return current
-        candidates = list(self._prefilling.values())
-        if len(self._decoding) < self._max_num_seqs:
-            self._reserve_overdue()
-            candidates = [*self._prefilling.values(), *self._waiting.values()]
+        self._reserve_overdue()
+        candidates = [*self._prefilling.values(), *self._waiting.values()]
         if not candidates:
             return None
         best = self._policy.choose(candidates, current, now_s, stretch)

@@ -7,7 +7,6 @@ import pytest
 from flowprefill.request import RequestStatus
 from flowprefill.scheduler.events import (
     Cancel,
-    DecodeStep,
     Finished,
     PrefillDone,
     PrefillParked,
@@ -105,13 +104,10 @@ def test_a_cancelled_overdue_request_holds_nobody_up() -> None:
     assert len(device.token_times) == 1 + 100
 
 
-def test_no_request_starts_while_max_num_seqs_decode() -> None:
+def test_a_full_decode_step_keeps_no_newcomer_waiting() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     run_first_prefill(scheduler, num_prompt_tokens=10, max_tokens=16)
-    decision = scheduler.decide(0.1, [make_arrival(1, 0.1)])
-    assert decision.task == DecodeStep((0,))
-    assert decision.repeat_decode, "nothing can change before an event"
-    task = scheduler.decide(0.2, [Finished(0)]).task
+    task = scheduler.decide(0.01, [make_arrival(1, 0.01)]).task
     assert isinstance(task, PrefillTask) and task.req_ids == (1,)
 
 
@@ -129,8 +125,9 @@ def test_parked_prefills_never_keep_an_urgent_newcomer_out() -> None:
 
 @pytest.mark.parametrize("busy_with", ["prefill", "decode"])
 def test_a_queue_timeout_fires_on_time_whatever_runs(busy_with: str) -> None:
-    device = Device(make_scheduler("fcfs", max_num_seqs=1, queue_timeout_s=0.5))
     is_prefill = busy_with == "prefill"
+    num_blocks = 1000 if is_prefill else 19  # all of them held by the one that decodes
+    device = Device(make_scheduler("fcfs", num_blocks=num_blocks, queue_timeout_s=0.5))
     device.submit(
         make_arrival(
             0,
