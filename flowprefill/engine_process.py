@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import math
 import socket
 import threading
 import time
@@ -20,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_readable
 from typing import Any
 
@@ -35,7 +35,7 @@ from flowprefill.errors import (
 )
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
-from flowprefill.supervision import ProgressWatch, RestartPlan, Supervision
+from flowprefill.supervision import HeldRequests, ProgressWatch, RestartPlan, Supervision
 from flowprefill.wire import Kind, pack, unpack_error
 
 DEFAULT_ENGINE = "flowprefill.engine:Engine"
@@ -52,15 +52,6 @@ class EngineState(str, enum.Enum):
     RESTARTING = "restarting"  # it died; new requests are held
     FAILED = "failed"  # it did not load, or died too often
     CLOSED = "closed"
-
-
-@dataclass
-class HeldRequest:
-    """A request that came while the engine restarts."""
-
-    packed: bytes
-    expires_s: float
-    is_cancelled: bool = False
 
 
 class EngineClient:
@@ -97,7 +88,7 @@ class EngineClient:
         self._why_not_ready = "the engine has not started"
         self._child: EngineChild | None = None
         self._live: set[int] = set()  # in the engine process, end not delivered
-        self._held: dict[int, HeldRequest] = {}  # waiting for a restart
+        self._held = HeldRequests()  # waiting for a restart
         self._watch = ProgressWatch(limits, config.max_slice_ms / 1000)
         self._stats_calls: dict[int, Future[EngineStats]] = {}
         self._stats_serials = itertools.count()
@@ -167,7 +158,7 @@ class EngineClient:
             elif self._state is EngineState.RESTARTING:
                 is_first = True
                 expires_s = time.monotonic() + self._config.queue_timeout_ms / 1000
-                self._held[req_id] = HeldRequest(packed, expires_s)
+                self._held.add(req_id, packed, expires_s)
             else:
                 raise EngineDeadError(self._why_not_ready)
         if is_first:
@@ -177,7 +168,7 @@ class EngineClient:
         """End a request with CANCELLED. Unknown and finished ids are ignored."""
         with self._lock:
             if req_id in self._held:
-                self._held[req_id].is_cancelled = True
+                self._held.cancel(req_id)
                 self._wake()
             elif req_id in self._live and self._child:
                 self._child.channel.send(pack(Kind.CANCEL, req_id))
@@ -255,10 +246,9 @@ class EngineClient:
     def _timeout_s(self, now_s: float) -> float | None:
         """Seconds until something is due; None = sleep until a message or a call comes."""
         with self._lock:
-            due_s = [held.expires_s for held in self._held.values()]
-            if self._live:
-                due_s.append(self._watch.next_ping_s)
-        due_s += [s for s in (self._respawn_s, self._close_deadline_s) if s is not None]
+            ping_s = self._watch.next_ping_s if self._live else None
+            times_s = (self._held.next_due_s(), ping_s, self._respawn_s, self._close_deadline_s)
+        due_s = [time_s for time_s in times_s if time_s is not None]
         return max(0.0, min(due_s) - now_s) if due_s else None
 
     def _spawn(self) -> None:
@@ -301,12 +291,13 @@ class EngineClient:
             self._load_error = unpack_error(body)  # the process ends now; its EOF does the rest
 
     def _on_ready(self, info: EngineInfo) -> None:
-        self._end_held(time.monotonic())
         with self._lock:
+            # in one go, so that a cancel finds each request either held or live
+            ended = self._held.take_ended(time.monotonic())
             self._state = EngineState.READY
-            for req_id, held in self._held.items():
-                self._send_request(req_id, held.packed)
-            self._held.clear()
+            for req_id, packed in self._held.take_all().items():
+                self._send_request(req_id, packed)
+        self._deliver_held(ended)
         if self._loaded.done():
             self._log("engine is ready again")
         else:
@@ -387,16 +378,13 @@ class EngineClient:
     def _end_held(self, now_s: float) -> None:
         """End the held requests that were cancelled, waited too long, or cannot start any more."""
         with self._lock:
-            is_over = self._drain_s is not None or self._state is EngineState.FAILED
-            ended = {
-                req_id: held
-                for req_id, held in self._held.items()
-                if is_over or held.is_cancelled or now_s >= held.expires_s
-            }
-            for req_id in ended:
-                del self._held[req_id]
-        for req_id, held in ended.items():
-            if held.is_cancelled:
+            cannot_start = self._drain_s is not None or self._state is EngineState.FAILED
+            ended = self._held.take_ended(math.inf if cannot_start else now_s)
+        self._deliver_held(ended)
+
+    def _deliver_held(self, ended: dict[int, bool]) -> None:
+        for req_id, is_cancelled in ended.items():
+            if is_cancelled:
                 self._call_on_output(TokenOutput(req_id, finish_reason=FinishReason.CANCELLED))
             else:
                 self._call_on_output(_unavailable(req_id, self._why_not_ready))

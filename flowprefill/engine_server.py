@@ -129,7 +129,7 @@ class EngineServer:
             assert kind is Kind.CLOSE, f"{kind} before READY"
             os._exit(0)
         if kind is Kind.SUBMIT:
-            self._submit(engine, Request.from_wire(body))
+            self._submit(engine, body)
         elif kind is Kind.CANCEL:
             engine.cancel(body)
         elif kind is Kind.STATS:
@@ -140,9 +140,9 @@ class EngineServer:
             self._drain_s = body
             self._closing.set()
 
-    def _submit(self, engine: EngineLike, request: Request) -> None:
+    def _submit(self, engine: EngineLike, wire: dict[str, Any]) -> None:
         try:
-            engine.submit(request)
+            engine.submit(Request.from_wire(wire))
             return
         except FlowPrefillError as error:
             code, message = error.code, str(error)
@@ -151,7 +151,7 @@ class EngineServer:
             code, message = "INTERNAL", f"{type(error).__name__}: {error}"
         self._on_output(
             TokenOutput(
-                request.req_id,
+                wire["req_id"],
                 finish_reason=FinishReason.ERROR,
                 error_code=code,
                 error_message=message,

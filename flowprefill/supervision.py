@@ -1,4 +1,7 @@
-"""When an engine process counts as wedged, and when it is restarted. Pure: no process, no clock."""
+"""When an engine process counts as wedged, when it is restarted, and what waits for that.
+
+Pure: no process, no clock, no lock.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,44 @@ class ProgressWatch:
             return stalled_s
         self.next_ping_s = now_s + self._ping_s
         return None
+
+
+class HeldRequests:
+    """Requests that came while the engine restarts, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[bytes, float]] = {}  # message, when it expires
+        self._cancelled: set[int] = set()
+
+    def __contains__(self, req_id: int) -> bool:
+        return req_id in self._held
+
+    def add(self, req_id: int, packed: bytes, expires_s: float) -> None:
+        """Keep the SUBMIT message of a request until `expires_s` at most."""
+        self._held[req_id] = (packed, expires_s)
+
+    def cancel(self, req_id: int) -> None:
+        """Mark a request that is held as over."""
+        self._cancelled.add(req_id)
+
+    def next_due_s(self) -> float | None:
+        """When the first one expires."""
+        return min((expires_s for _, expires_s in self._held.values()), default=None)
+
+    def take_ended(self, now_s: float) -> dict[int, bool]:
+        """Remove those that are over: req_id -> True if cancelled, False if it waited too long."""
+        ended = {
+            req_id: req_id in self._cancelled
+            for req_id, (_, expires_s) in self._held.items()
+            if req_id in self._cancelled or now_s >= expires_s
+        }
+        for req_id in ended:
+            del self._held[req_id]
+        self._cancelled.clear()
+        return ended
+
+    def take_all(self) -> dict[int, bytes]:
+        """Remove all, to be sent."""
+        packed = {req_id: packed for req_id, (packed, _) in self._held.items()}
+        self._held.clear()
+        return packed

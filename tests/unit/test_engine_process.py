@@ -27,6 +27,7 @@ from flowprefill.errors import (
     UnavailableError,
 )
 from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.stats import EngineInfo
 from flowprefill.supervision import Supervision
 from tests import stand_in_engine
 from tests.factories import make_request
@@ -190,6 +191,21 @@ def test_a_request_the_engine_refuses_ends_with_its_error_and_harms_no_other(
     assert (broken.error_code, broken.error_message) == ("INTERNAL", "KeyError: 'bug'")
     assert h.end(1).finish_reason is FinishReason.LENGTH
     assert len(h.outputs[1]) == 300
+
+
+def test_a_request_the_engine_process_cannot_read_ends_alone(
+    harness: Callable[..., Harness],
+) -> None:
+    h = harness().start()
+    pid = h.client.pid
+    h.submit(1, max_tokens=300)
+    request = counting_request(2)
+    object.__setattr__(request.slo, "ttft_s", -1.0)  # past the checks of this side
+    h.client.submit(request)
+    refused = h.end(2)
+    assert refused.error_code == "INVALID_ARG" and "ttft_slo_ms" in str(refused.error_message)
+    assert h.end(1).finish_reason is FinishReason.LENGTH
+    assert h.client.pid == pid
 
 
 def test_what_no_message_can_hold_is_refused_at_submit(harness: Callable[..., Harness]) -> None:
@@ -356,6 +372,32 @@ def test_a_held_request_can_be_cancelled(restarting: Harness) -> None:
     restarting.submit(1)
     restarting.client.cancel(1)
     assert restarting.end(1, timeout_s=0.25).finish_reason is FinishReason.CANCELLED
+
+
+def test_a_cancel_is_not_lost_while_held_requests_are_handed_over(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    h = harness(f"second-waits:{gate}").start()
+    h.kill()
+    h.wait_state(EngineState.RESTARTING)
+    h.submit(1)
+    h.submit(2, max_tokens=ENDLESS)
+    on_ready, on_output = h.client._on_ready, h.client._on_output
+
+    def cancel_first(info: EngineInfo) -> None:  # at the last moment, so that its end is delivered
+        h.client.cancel(1)  # while the others are handed over
+        on_ready(info)
+
+    def cancel_second(output: TokenOutput) -> None:
+        if output.req_id == 1:
+            h.client.cancel(2)
+        on_output(output)
+
+    h.client._on_ready, h.client._on_output = cancel_first, cancel_second
+    gate.unlink()
+    assert h.end(1).finish_reason is FinishReason.CANCELLED
+    assert h.end(2).finish_reason is FinishReason.CANCELLED
 
 
 def test_close_during_a_restart_ends_held_requests(restarting: Harness) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowprefill.supervision import ProgressWatch, RestartPlan, Supervision
+from flowprefill.supervision import HeldRequests, ProgressWatch, RestartPlan, Supervision
 
 LIMITS = Supervision()
 
@@ -72,3 +72,16 @@ def test_deaths_out_of_the_window_are_forgotten() -> None:
 def test_backoff_is_at_most_thirty_seconds() -> None:
     plan = RestartPlan(Supervision(max_deaths=100))
     assert [plan.backoff_after_death_s(float(death)) for death in range(7)][-2:] == [30.0, 30.0]
+
+
+def test_held_requests_end_once_and_the_others_keep_their_order() -> None:
+    held = HeldRequests()
+    for req_id, expires_s in ((3, 9.0), (1, 2.0), (2, 9.0), (4, 8.0)):
+        held.add(req_id, b"%d" % req_id, expires_s)
+    held.cancel(2)
+    assert held.next_due_s() == 2.0
+    assert held.take_ended(now_s=2.0) == {1: False, 2: True}
+    assert held.take_ended(now_s=2.0) == {}
+    assert 3 in held and 1 not in held
+    assert list(held.take_all().items()) == [(3, b"3"), (4, b"4")]
+    assert held.next_due_s() is None
