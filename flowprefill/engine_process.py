@@ -293,7 +293,7 @@ class EngineClient:
     def _on_ready(self, info: EngineInfo) -> None:
         with self._lock:
             # in one go, so that a cancel finds each request either held or live
-            ended = self._held.take_ended(time.monotonic())
+            ended = self._take_ended(time.monotonic())
             self._state = EngineState.READY
             for req_id, packed in self._held.take_all().items():
                 self._send_request(req_id, packed)
@@ -376,11 +376,17 @@ class EngineClient:
         return len(lost)
 
     def _end_held(self, now_s: float) -> None:
-        """End the held requests that were cancelled, waited too long, or cannot start any more."""
         with self._lock:
-            cannot_start = self._drain_s is not None or self._state is EngineState.FAILED
-            ended = self._held.take_ended(math.inf if cannot_start else now_s)
+            ended = self._take_ended(now_s)
         self._deliver_held(ended)
+
+    def _take_ended(self, now_s: float) -> dict[int, bool]:
+        """The held requests that were cancelled, waited too long, or cannot start any more.
+
+        With the lock held; for _deliver_held without it.
+        """
+        cannot_start = self._drain_s is not None or self._state is EngineState.FAILED
+        return self._held.take_ended(math.inf if cannot_start else now_s)
 
     def _deliver_held(self, ended: dict[int, bool]) -> None:
         for req_id, is_cancelled in ended.items():
