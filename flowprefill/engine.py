@@ -27,9 +27,8 @@ from flowprefill.granularity import Granularity
 from flowprefill.inbox import Inbox
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.kv.block_table import BlockTable
-from flowprefill.loading import LoadedModel, OnProgress, load_model
+from flowprefill.loading import OnProgress, load_model, profile_model
 from flowprefill.predictor.fitted import FittedPredictor, fit
-from flowprefill.predictor.profile import Profile, Profiler
 from flowprefill.programs.program import ProgramState, SequenceInput
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.scheduler.events import (
@@ -121,7 +120,7 @@ class Engine:
         self._on_output = on_output
         self._clock = MonotonicClock()
         self._model = model = load_model(config, report)
-        profile = _profile(model, self._clock, report)
+        profile = profile_model(model, self._clock, report)
         self._predictor = FittedPredictor(
             fit(profile.samples), model.spec.num_layers, model.program.limits
         )
@@ -249,6 +248,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._model.device.use_in_this_thread()
             self._loop()
         except Exception as error:
             death = f"the engine failed: {type(error).__name__}: {error}"
@@ -275,7 +275,7 @@ class Engine:
                 happened = []
             if self._must_end():  # behind the decision, which can time the last request out
                 return
-            happened += self._run_task()
+            happened = _merge(happened, self._run_task())
 
     def _wake_s(self) -> float | None:
         times = (self._decision.timer_s, self._close_s)
@@ -387,7 +387,8 @@ class Engine:
 
     def _run_state(self, state: ProgramState) -> RunReport:
         report = self._executor.run(state, self._should_leave)
-        self._predictor.observe(report.busy_s, report.predicted_s)
+        if report.is_done:  # else launched slices may still run, and busy_s would be too short
+            self._predictor.observe(report.busy_s, report.predicted_s)
         return report
 
     def _should_leave(self) -> bool:
@@ -475,22 +476,9 @@ class Engine:
         self._unfinished.discard(req_id)
 
 
-def _profile(model: LoadedModel, clock: MonotonicClock, report: OnProgress) -> Profile:
-    """Time some passes on the fresh model."""
-    cache, device = model.cache, model.device
-
-    def run(run_slice: Callable[[], bool]) -> bool:
-        may_leave = run_slice()
-        if device.torch_device.type == "cuda":
-            device.wait()
-        return may_leave
-
-    def new_table(index: int, num_tokens: int) -> BlockTable:
-        num_blocks = -(-num_tokens // cache.block_size)
-        first = index * num_blocks
-        block_ids = range(first, first + num_blocks)
-        return BlockTable(block_ids, cache.block_size, device.torch_device)
-
-    max_tokens = min(model.spec.max_position_embeddings, cache.num_blocks * cache.block_size)
-    profiler = Profiler(model.program, run, clock, new_table, model.spec.vocab_size)
-    return profiler.profile(max_tokens, lambda fraction: report("profile", fraction))
+def _merge(before: list[Event], after: list[Event]) -> list[Event]:
+    """Both, with a repeated decode step counted instead of listed."""
+    match before[-1:], after[:1]:
+        case [DecodeStepDone(members, count)], [DecodeStepDone(same, more)] if members == same:
+            return [*before[:-1], DecodeStepDone(members, count + more), *after[1:]]
+    return [*before, *after]

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
+from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
+from flowprefill.predictor.profile import Profile, Profiler
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
 from flowprefill.programs.weights import load_weights
@@ -87,3 +90,23 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
             f"{spec.max_position_embeddings} needs {need}; raise it or lower max_model_len"
         )
     return num_blocks
+
+
+def profile_model(model: LoadedModel, clock: Clock, on_progress: OnProgress) -> Profile:
+    """Time some passes on the fresh model, whose KV cache nobody uses yet."""
+    cache, device = model.cache, model.device
+
+    def run(run_slice: Callable[[], bool]) -> bool:
+        may_leave = device.run(run_slice, predicted_s=0.0)
+        device.wait()
+        return may_leave
+
+    def new_table(index: int, num_tokens: int) -> BlockTable:
+        num_blocks = -(-num_tokens // cache.block_size)
+        first = index * num_blocks
+        block_ids = range(first, first + num_blocks)
+        return BlockTable(block_ids, cache.block_size, device.torch_device)
+
+    max_tokens = min(model.spec.max_position_embeddings, cache.num_blocks * cache.block_size)
+    profiler = Profiler(model.program, run, clock, new_table, model.spec.vocab_size)
+    return profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))

@@ -59,6 +59,7 @@ class Harness:
         self.device = ScriptedDevice()
         with mock.patch("flowprefill.loading.make_device", lambda *args: self.device):
             self.engine = Engine(config, self._on_output)
+        self.device.num_slices = 0  # those of the profile
 
     def _on_output(self, output: TokenOutput) -> None:
         with self.changed:

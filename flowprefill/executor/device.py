@@ -28,6 +28,10 @@ class Device(Protocol):
         """Rows per slice: constants of model, device class and dtype."""
         ...
 
+    def use_in_this_thread(self) -> None:
+        """Call once in a thread before it runs slices: threads and streams are set per thread."""
+        ...
+
     def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
         """Run or launch one slice; returns what it returns."""
         ...
@@ -47,7 +51,8 @@ class CpuDevice:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+        self._num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.use_in_this_thread()
         # without instructions for bf16 products (AVX512-BF16, AMX), fp32 is faster
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         self.default_dtype = torch.bfloat16 if has_bf16 else torch.float32
@@ -56,6 +61,9 @@ class CpuDevice:
         return SliceLimits.for_device(
             spec, max_slice_s, self._LINEAR_FLOPS[dtype], self._ATTENTION_FLOPS
         )
+
+    def use_in_this_thread(self) -> None:
+        torch.set_num_threads(self._num_threads)
 
     def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
         return run_slice()
@@ -117,6 +125,11 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._window = LaunchWindow(max_slice_s)
+        self.use_in_this_thread()
+
+    def use_in_this_thread(self) -> None:
+        # Everything that the thread launches, a pass's first tensors included, is in one order.
+        torch.cuda.set_stream(self._stream)
 
     def slice_limits(self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
         # half a slice each: two are in flight, and their sum bounds the blocking time
@@ -126,10 +139,9 @@ class CudaDevice:
 
     def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
         self._window.make_room()
-        with torch.cuda.stream(self._stream):
-            may_leave = run_slice()
-            event = torch.cuda.Event()
-            event.record(self._stream)
+        may_leave = run_slice()
+        event = torch.cuda.Event()
+        event.record(self._stream)
         self._window.launched(event, predicted_s)
         return may_leave
 

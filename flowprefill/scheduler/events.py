@@ -43,13 +43,15 @@ class PrefillDone:
 
 @dataclass(frozen=True)
 class DecodeStepDone:
-    """A decode step gave each of its requests one more token.
+    """Decode steps gave each of their requests num_steps more tokens.
 
     A step may be left midway for a prefill, like a prefill; it is reported when it has ended, and
     decisions before that name the step again when it is due.
     """
 
     req_ids: tuple[int, ...]
+    num_steps: int = 1
+    """More than one: the step was repeated without a decision."""
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ class Scheduler:
         A running prefill is left at a boundary before the call: if it is unfinished, its
         PrefillParked comes first, and if the answer has the same task_id, it simply goes on. A
         decode step that was left midway goes on when the answer is a decode step, whatever its
-        members. Steps repeated without a decision report one DecodeStepDone each; all tokens count
-        as given at `now_s`.
+        members. Steps repeated without a decision are one DecodeStepDone; all tokens count as given
+        at `now_s`.
         """
         self._num_decisions += 1
         for event in events:
@@ -186,8 +186,8 @@ class Scheduler:
                 return  # state, not a reason to switch
             case PrefillDone(task_id):
                 self._finish_prefill(task_id, now_s)
-            case DecodeStepDone(req_ids):
-                self._finish_step(req_ids, now_s)
+            case DecodeStepDone(req_ids, num_steps):
+                self._finish_steps(req_ids, num_steps, now_s)
                 return
             case Finished(req_id) | Cancel(req_id):
                 self._forget(req_id)
@@ -222,12 +222,12 @@ class Scheduler:
         if self._current_task == task_id:
             self._current_task = None
 
-    def _finish_step(self, req_ids: Sequence[int], now_s: float) -> None:
+    def _finish_steps(self, req_ids: Sequence[int], num_steps: int, now_s: float) -> None:
         self._pacer.step_ended(now_s)
         for req_id in req_ids:
             request = self._decoding.get(req_id)
             if request is not None:  # it may have been cancelled meanwhile
-                request.num_context_tokens += 1
+                request.num_context_tokens += num_steps
                 request.last_token_s = now_s
 
     def _forget(self, req_id: int) -> None:

@@ -173,8 +173,8 @@ def test_a_step_is_predicted_from_the_tokens_cached_by_then() -> None:
     scheduler = make_scheduler(step_s_per_token=0.001)
     start_decoding(scheduler, 0)
     assert scheduler.decide(0.0, []).repeat_decode
-    steps = [DecodeStepDone((0,))] * 20
-    decision = scheduler.decide(1.0, [*steps, make_arrival(1, 1.0, num_prompt_tokens=2000)])
+    steps = DecodeStepDone((0,), num_steps=20)
+    decision = scheduler.decide(1.0, [steps, make_arrival(1, 1.0, num_prompt_tokens=2000)])
     step_s = STEP_S + 0.001 * (1 + 20)
     assert decision.timer_s == pytest.approx(1.0 + 0.2 - step_s - SLICE_S)
 
