@@ -19,6 +19,12 @@ FlowPrefillError                    INTERNAL
 from __future__ import annotations
 
 
+def shorten(text: str, max_chars: int = 80) -> str:
+    """The beginning of `text`; what UTF-8 cannot hold (lone surrogates) becomes "?"."""
+    shown = text if len(text) <= max_chars else text[: max_chars - 3] + "..."
+    return shown.encode("utf-8", "replace").decode("utf-8")
+
+
 class FlowPrefillError(Exception):
     """Base of all errors raised on purpose. `code` is the TritonError code name."""
 
@@ -35,10 +41,7 @@ class InvalidParameterError(InvalidRequestError):
     """One field of a request has a wrong type or value."""
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field}={shown}: must be {limit}")
+        super().__init__(f"{field}={shorten(repr(value))}: must be {limit}")
         self.field = field
 
 
@@ -52,7 +55,7 @@ class UnsupportedFeatureError(FlowPrefillError):
     code = "UNSUPPORTED"
 
     def __init__(self, field: str, value: object) -> None:
-        super().__init__(f"{field}={value!r} is not supported")
+        super().__init__(f"{field}={shorten(repr(value))} is not supported")
         self.field = field
 
 

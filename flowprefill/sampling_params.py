@@ -284,7 +284,9 @@ def _coerce(field_name: str, value: object) -> Any:
         return tuple(_TOKEN_ID.coerce(field_name, item) for item in parsed)
     if field_name == "logit_bias" and isinstance(parsed, Mapping):
         return {
-            _TOKEN_ID.coerce(field_name, key): _BIAS.coerce(f"logit_bias[{key}]", bias)
+            (token_id := _TOKEN_ID.coerce(field_name, key)): _BIAS.coerce(
+                f"logit_bias[{token_id}]", bias
+            )
             for key, bias in parsed.items()
         }
     shape = "a map from token ids to numbers" if field_name == "logit_bias" else "a list of ids"
@@ -354,4 +356,5 @@ def _unknown_key(key: object, value: object) -> InvalidParameterError:
     known = (*_FIELDS, *UNSUPPORTED_FEATURES, *_REQUEST_KEYS)
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-    return InvalidParameterError(name, value, f"left out: no such parameter{hint}")
+    # The name is a client's: repr, because it may hold what no message can (lone surrogates).
+    return InvalidParameterError(repr(name), value, f"left out: no such parameter{hint}")

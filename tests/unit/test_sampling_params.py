@@ -187,8 +187,8 @@ def test_direct_construction_takes_no_text(key, value):
 def test_an_unknown_key_is_named_with_the_nearest_known_one():
     with pytest.raises(InvalidParameterError) as error:
         parse(temprature=0.5)
-    assert error.value.field == "temprature"
-    assert "temprature=0.5" in str(error.value)
+    assert error.value.field == "'temprature'"
+    assert "'temprature'=0.5" in str(error.value)
     assert "did you mean temperature?" in str(error.value)
 
 
@@ -201,6 +201,29 @@ def test_a_huge_unknown_key_gives_a_short_message():
     with pytest.raises(InvalidParameterError) as error:
         parse(**{"k" * 100_000: "v" * 100_000})
     assert len(str(error.value)) < 300
+
+
+def test_a_huge_unsupported_value_gives_a_short_message():
+    with pytest.raises(UnsupportedFeatureError) as error:
+        parse(guided_decoding="v" * 100_000)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"\ud800": 1},
+        {"stop": "\ud800"},
+        {"guided_decoding": "\ud800"},
+        {"seed": "\ud800"},
+        {"logit_bias": {"\ud800": 1}},
+        {"logit_bias": {" " * 100_000 + "5": "\ud800"}},
+    ],
+)
+def test_whatever_a_client_sends_the_message_is_short_and_can_be_sent_back(values):
+    with pytest.raises(FlowPrefillError) as error:
+        parse(**values)
+    assert len(str(error.value).encode()) < 400
 
 
 def test_unknown_keys_are_passed_over_where_asked():
