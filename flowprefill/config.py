@@ -132,7 +132,22 @@ class EngineConfig:
             raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: must hold one JSON object")
-        return EngineConfig.from_dict(values), sorted(set(values) & IGNORED_KEYS)
+        config = EngineConfig.from_dict(values)
+        without_effect = set(values) & IGNORED_KEYS
+        if config.enable_prefix_caching:  # until KV blocks are reused
+            without_effect.add("enable_prefix_caching")
+        return config, sorted(without_effect)
+
+    def with_absolute_paths(self, directory: Path) -> EngineConfig:
+        """Relative paths start at `directory`, that of model.json; package: names stay."""
+
+        def absolute(path: str) -> str:
+            if path.startswith("package:"):
+                return path
+            return str(directory.absolute() / Path(path).expanduser())
+
+        tokenizer = self.tokenizer and absolute(self.tokenizer)
+        return dataclasses.replace(self, model=absolute(self.model), tokenizer=tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

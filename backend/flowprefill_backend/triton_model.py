@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,7 +55,7 @@ def load(args: Mapping[str, str]) -> Instance:
     # The server calls the model's own directory its repository.
     version_dir = Path(args["model_repository"]) / args["model_version"]
     config, without_effect = EngineConfig.from_file(version_dir / "model.json")
-    config = resolve_paths(config, version_dir)
+    config = config.with_absolute_paths(version_dir)
     for key in without_effect:
         log.log_info(f"[flowprefill] model.json: {key} has no effect here")
     if contract.flag(model_config, "REPORT_CUSTOM_METRICS"):
@@ -70,20 +69,6 @@ def load(args: Mapping[str, str]) -> Instance:
         lambda on_output: EngineClient(config, on_output, _line_logger(log)),
         log,
         checks_health=contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK"),
-    )
-
-
-def resolve_paths(config: EngineConfig, version_dir: Path) -> EngineConfig:
-    """Make relative paths of model.json relative to its own directory."""
-
-    def resolve(path: str) -> str:
-        return str(version_dir / Path(path).expanduser())
-
-    is_package = config.model.startswith("package:")
-    return dataclasses.replace(
-        config,
-        model=config.model if is_package else resolve(config.model),
-        tokenizer=config.tokenizer and resolve(config.tokenizer),
     )
 
 

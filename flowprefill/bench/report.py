@@ -23,11 +23,7 @@ def load_model_json(path: Path | None) -> EngineConfig:
     if path is None:
         path = default_model_repository() / "smollm2" / "1" / "model.json"
     config, _ = EngineConfig.from_file(path)
-    values = config.to_dict()
-    for name in ("model", "tokenizer"):
-        if values[name] is not None and not values[name].startswith("package:"):
-            values[name] = str((path.parent / values[name]).resolve())
-    return EngineConfig.from_dict(values)
+    return config.with_absolute_paths(path.parent)
 
 
 def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:

