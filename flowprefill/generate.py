@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.errors import FlowPrefillError
-from flowprefill.programs.model_spec import resolve_model_path
 from flowprefill.request import SLO, FinishReason, Request, TokenOutput
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.text_stream import TextStream
-from flowprefill.tokenizer import Tokenizer
+from flowprefill.tokenizer import load_tokenizer
 
 
 def generate(
@@ -28,7 +27,7 @@ def generate(
     is_chat: the prompt is a user's message, put into the model's chat template.
     on_progress(stage, fraction): while the model loads.
     """
-    tokenizer = Tokenizer.load(resolve_model_path(config.tokenizer or config.model))
+    tokenizer = load_tokenizer(config)
     if is_chat:
         prompt_ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
     else:

@@ -39,7 +39,6 @@ class TokenizerParts:
     """Adds BOS where the model asks for it; its special tokens are registered as such."""
     named_tokens: dict[str, str]
     """Text of bos_token, eos_token, unk_token and pad_token, as far as they exist."""
-    eos_token_ids: tuple[int, ...]
     chat_template: str | None
     """Jinja source."""
 
@@ -117,8 +116,7 @@ def _from_gguf(path: Path) -> TokenizerParts:
         backend.post_processor = processors.TemplateProcessing(
             single=[bos_token, "$A"], special_tokens=[(bos_token, backend.token_to_id(bos_token))]
         )
-    eos_ids = (metadata.get(f"ggml.{name}_token_id") for name in ("eos", "eot"))
-    return TokenizerParts(backend, named_tokens, _unique(eos_ids), metadata.get("chat_template"))
+    return TokenizerParts(backend, named_tokens, metadata.get("chat_template"))
 
 
 def _find_rule(path: Path, model: str | None, pre: str | None) -> _PreTokenizerRule:
@@ -170,14 +168,7 @@ def _from_directory(directory: Path) -> TokenizerParts:
     }
     extra = [_token_text(token) for token in config.get("additional_special_tokens") or []]
     _add_special_tokens(backend, [*named_tokens.values(), *extra])
-    eos_token = named_tokens.get("eos_token")
-    eos_ids = [backend.token_to_id(eos_token) if eos_token is not None else None]
-    eos_ids += _declared_eos_ids(directory / "generation_config.json")
-    if not _unique(eos_ids):
-        eos_ids = _declared_eos_ids(directory / "config.json")
-    return TokenizerParts(
-        backend, named_tokens, _unique(eos_ids), _chat_template(directory, config)
-    )
+    return TokenizerParts(backend, named_tokens, _chat_template(directory, config))
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
@@ -199,15 +190,6 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default")
     return template
-
-
-def _declared_eos_ids(file: Path) -> list[int | None]:
-    declared = _read_json(file).get("eos_token_id")
-    return declared if isinstance(declared, list) else [declared]
-
-
-def _unique(token_ids: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(i for i in token_ids if i is not None))
 
 
 def _token_text(token: str | dict[str, Any]) -> str:

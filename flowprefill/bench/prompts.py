@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
-from flowprefill.programs.model_spec import resolve_model_path
-from flowprefill.tokenizer import Tokenizer
+from flowprefill.tokenizer import load_tokenizer
 
 # Common words: nearly every tokenizer has each of them, with a space before it, as one token.
 _WORDS = (
@@ -48,7 +46,6 @@ def exact_prompt(encode: Callable[[str], list[int]], num_tokens: int, rng: rando
 
 def prompt_maker(config: EngineConfig, seed: int) -> Callable[[int], str]:
     """A function from a token count to a new prompt of so many tokens for the model of `config`."""
-    path = Path(config.tokenizer) if config.tokenizer else resolve_model_path(config.model)
-    tokenizer = Tokenizer.load(path)
+    tokenizer = load_tokenizer(config)
     rng = random.Random(seed)
     return lambda num_tokens: exact_prompt(tokenizer.encode, num_tokens, rng)

