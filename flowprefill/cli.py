@@ -72,6 +72,13 @@ def serve(
         int, typer.Option(min=0, help="At a stop, wait so long for running requests.")
     ] = 10,
     load_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 600,
+    allow_model_control: Annotated[
+        bool,
+        typer.Option(
+            "--allow-model-control",
+            help="Let clients load and unload models, which can run any code, whatever the host.",
+        ),
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all that is logged.")] = False,
 ) -> None:
     """Start tritonserver with the FlowPrefill backend; stop it on SIGINT or SIGTERM.
@@ -89,6 +96,7 @@ def serve(
         metrics_port=metrics_port,
         shm_size_bytes=shm_size_mb * 2**20,
         exit_timeout_s=exit_timeout_s,
+        allow_model_control=allow_model_control,
         extra_args=tuple(context.args),
     )
     stopping = threading.Event()
@@ -151,6 +159,7 @@ def run_server(
             typer.echo(ready_text(server))
         _show_log(server, console, stopping, verbose)
         if not stopping.is_set():
+            server.log.finish()
             last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
             raise ServerStartError(f"tritonserver ended by itself; its last line: {last_line}")
         console.print("stopping")
@@ -160,12 +169,16 @@ def run_server(
 
 
 def ready_text(server: TritonServer) -> str:
-    """The ready line with the addresses, and one request to try."""
-    return (
-        f"ready: HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}\n"
-        f"try:   curl -s {server.http_url}/v2/models/smollm2/generate -d "
-        '\'{"text_input": "The capital of France is", "max_tokens": 8, "temperature": 0}\''
-    )
+    """The ready line with the addresses, and one request to try if there is a model."""
+    urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
+    lines = [f"ready: {urls}"]
+    model = server.model_to_try()
+    if model is not None:
+        lines.append(
+            f"try:   curl -s {server.http_url}/v2/models/{model}/generate -d "
+            '\'{"text_input": "The capital of France is", "max_tokens": 8, "temperature": 0}\''
+        )
+    return "\n".join(lines)
 
 
 def _show_log(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
+import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from pathlib import Path
 from flowprefill.errors import ServerStartError
 from flowprefill.server_layout import (
     Installation,
-    ShmNamespace,
+    ServerFiles,
     find_installation,
     lay_out_backends,
 )
@@ -50,8 +50,16 @@ class ServerOptions:
     grows by the same step."""
     exit_timeout_s: int = 10
     """Longest wait, at a stop, for requests that still run."""
+    allow_model_control: bool = False
+    """Let clients load and unload models though `host` can be reached from other machines. A load
+    may bring files of its own, Python code among them: it is as good as a login."""
     extra_args: tuple[str, ...] = ()
     """Passed to tritonserver as they are."""
+
+    @property
+    def has_model_control(self) -> bool:
+        """Whether clients may load and unload models."""
+        return self.allow_model_control or is_loopback(self.host)
 
 
 class TritonServer:
@@ -64,8 +72,7 @@ class TritonServer:
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
         self._process: subprocess.Popen[bytes] | None = None
-        self._shm: ShmNamespace | None = None
-        self._run_dir: Path | None = None
+        self._files: ServerFiles | None = None
         self._log = ServerLog()
 
     def __enter__(self) -> TritonServer:
@@ -104,8 +111,8 @@ class TritonServer:
     @property
     def shm_prefix(self) -> str:
         """What the names of this server's files in /dev/shm start with."""
-        assert self._shm is not None, "start() was not called"
-        return self._shm.prefix
+        assert self._files is not None, "start() was not called"
+        return self._files.prefix
 
     @property
     def log(self) -> ServerLog:
@@ -119,23 +126,21 @@ class TritonServer:
             raise ServerStartError(f"no model repository at {self.options.model_repository}")
         installation = find_installation()
         check_ports(self.options)
-        self._shm = ShmNamespace()
-        self._run_dir = Path(tempfile.mkdtemp(prefix="flowprefill-"))
-        backends = lay_out_backends(installation, self._run_dir / "backends")
-        log_path = self._run_dir / "tritonserver.log"
-        with log_path.open("wb") as log_file:
-            self._process = subprocess.Popen(
-                [str(installation.binary), *self._arguments(backends)],
-                cwd=self._run_dir,  # the stub imports `model` from the working directory first
-                env=_environment(installation),
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                # A terminal's Ctrl-C reaches only us, and we stop the children in order.
-                start_new_session=True,
-                pass_fds=(self._shm.fd,),
-            )
-        self._log.follow(log_path)
+        self._files = files = ServerFiles()
+        backends = lay_out_backends(installation, files.run_dir / "backends")
+        self._process = subprocess.Popen(
+            [str(installation.binary), *self._arguments(backends)],
+            cwd=files.run_dir,  # the stub imports `model` from the working directory first
+            env=_environment(installation),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A terminal's Ctrl-C reaches only us, and we stop the children in order.
+            start_new_session=True,
+            pass_fds=(files.fd,),
+        )
+        assert self._process.stdout is not None
+        self._log.follow(self._process.stdout)
 
     def is_alive(self) -> bool:
         """True while tritonserver runs; it may not be ready."""
@@ -143,13 +148,28 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """True when the server answers that all its models can be used."""
+        return self._ask("GET", "/v2/health/ready") is not None
+
+    def model_to_try(self) -> str | None:
+        """A loaded model: the first decoupled one, else the first; None without any."""
+        index = self._ask("POST", "/v2/repository/index", '{"ready": true}')
+        names = sorted(model["name"] for model in json.loads(index or "[]"))
+        return next(filter(self._is_decoupled, names), names[0] if names else None)
+
+    def _is_decoupled(self, model: str) -> bool:
+        config = json.loads(self._ask("GET", f"/v2/models/{model}/config") or "{}")
+        return bool(config.get("model_transaction_policy", {}).get("decoupled"))
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> bytes | None:
+        """What the server answers with success over HTTP; None without such an answer."""
         port = self.options.http_port
         connection = http.client.HTTPConnection(self._client_host, port, timeout=5)
         try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 
@@ -167,11 +187,12 @@ class TritonServer:
         stopping = stopping or threading.Event()
         deadline_s = time.monotonic() + timeout_s
         while not stopping.wait(_POLL_S):
-            alive = self.is_alive()  # before the log is read, so that its last lines are seen
+            alive = self.is_alive()
             for line in self._log.new_lines():
                 if on_line:
                     on_line(line)
             if not alive:
+                self._log.finish()
                 raise ServerStartError(self._log.failure_reason())
             if self.is_ready():
                 return
@@ -197,12 +218,10 @@ class TritonServer:
                 _wait_until(lambda: not _group_exists(self.pid), _KILL_GRACE_S)
             _kill_group(self.pid)
             self._process.wait()
-            self._log.close()
-        if self._shm is not None:
-            self._shm.release()
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-        self._process = self._shm = self._run_dir = None
+            self._log.finish()
+        if self._files is not None:
+            self._files.release()
+        self._process = self._files = None
         return clean
 
     @property
@@ -211,13 +230,10 @@ class TritonServer:
 
     def _arguments(self, backends: Path) -> list[str]:
         o, size = self.options, self.options.shm_size_bytes
-        assert self._shm is not None
+        assert self._files is not None
         arguments = [
             f"--model-repository={o.model_repository.resolve()}",
             f"--backend-directory={backends}",
-            # Clients may load and unload; what the repository holds at the start is loaded.
-            "--model-control-mode=explicit",
-            "--load-model=*",
             f"--http-address={o.host}",
             f"--http-port={o.http_port}",
             f"--grpc-address={o.host}",
@@ -225,13 +241,26 @@ class TritonServer:
             f"--metrics-address={o.host}",
             f"--metrics-port={o.metrics_port}",
             f"--exit-timeout-secs={o.exit_timeout_s}",
-            f"--backend-config=python,shm-region-prefix-name={self._shm.prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self._files.prefix}",
             f"--backend-config=python,shm-default-byte-size={size}",
             f"--backend-config=python,shm-growth-byte-size={size}",
         ]
+        # Either way, what the repository holds at the start is loaded.
+        if o.has_model_control:
+            arguments += ["--model-control-mode=explicit", "--load-model=*"]
+        else:
+            arguments += ["--model-control-mode=none"]
         if not Path("/dev/nvidiactl").exists():
             arguments.append("--allow-gpu-metrics=false")
         return [*arguments, *o.extra_args]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`; False if that is not sure."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_ports(options: ServerOptions) -> None:

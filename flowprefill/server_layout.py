@@ -1,4 +1,4 @@
-"""Where tritonserver is, what its backend directory must hold, and what it leaves in /dev/shm.
+"""Where tritonserver is, what its backend directory must hold, and which files one server makes.
 
 Two installations are known: a tritonserver on PATH (NVIDIA's container) and the one inside the
 nvidia-pytriton wheel. Both end as one `Installation`; nothing after that differs.
@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from flowprefill.preflight import check_python, find_libpython, python_minor
 BACKEND_NAMES = ("flowprefill", "vllm")
 """The backend answers to both: repositories written for vllm_backend load unchanged."""
 SHM_DIR = Path("/dev/shm")
-SHM_PREFIX = "flowprefill_"
+FILE_PREFIX = "flowprefill_"
 
 _STUB = "triton_python_backend_stub"
 _MODEL_PY = "from flowprefill_backend.triton_model import TritonPythonModel\n"
@@ -128,8 +129,8 @@ def _check_stub(stub: Path) -> None:
         )
 
 
-class ShmNamespace:
-    """A name prefix in /dev/shm that belongs to one server.
+class ServerFiles:
+    """What one server has in /dev/shm, by a common prefix, and a directory of that name in /tmp.
 
     A lock file of the same name is held open by the launcher and, by inheritance, by tritonserver
     and its stubs. So "is anyone still using this?" is answered by the kernel, without process ids,
@@ -138,38 +139,45 @@ class ShmNamespace:
 
     def __init__(self) -> None:
         """Sweep what dead servers left, then take a new prefix."""
-        sweep_shm()
+        sweep_dead_servers()
         while True:
-            self.prefix = SHM_PREFIX + secrets.token_hex(4)
+            self.prefix = FILE_PREFIX + secrets.token_hex(4)
             self._lock = SHM_DIR / f"{self.prefix}.lock"
             self.fd = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
             fcntl.flock(self.fd, fcntl.LOCK_EX)
             if os.fstat(self.fd).st_nlink:  # else another start swept it before it was locked
-                return
+                break
             os.close(self.fd)
+        self.run_dir = _run_dir(self.prefix)
+        self.run_dir.mkdir(mode=0o700)
 
     def release(self) -> None:
         """Remove everything with this prefix. Call once no process of the server is left."""
-        _remove_prefix(self.prefix)
+        _remove_files(self.prefix)
         os.close(self.fd)
 
 
-def sweep_shm() -> None:
-    """Remove from /dev/shm what servers left that no longer run; live ones hold their lock."""
-    for lock in SHM_DIR.glob(f"{SHM_PREFIX}*.lock"):
+def sweep_dead_servers() -> None:
+    """Remove the files of servers that no longer run; live ones hold their lock."""
+    for lock in SHM_DIR.glob(f"{FILE_PREFIX}*.lock"):
         try:
             fd = os.open(lock, os.O_RDWR)
         except OSError:
             continue  # gone meanwhile, or another user's
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove_prefix(lock.stem)
+            _remove_files(lock.stem)
         except BlockingIOError:
             pass
         finally:
             os.close(fd)
 
 
-def _remove_prefix(prefix: str) -> None:
-    for path in SHM_DIR.glob(f"{prefix}*"):
+def _remove_files(prefix: str) -> None:
+    shutil.rmtree(_run_dir(prefix), ignore_errors=True)
+    for path in SHM_DIR.glob(f"{prefix}*"):  # the lock is one of them, so they come last
         path.unlink(missing_ok=True)
+
+
+def _run_dir(prefix: str) -> Path:
+    return Path(tempfile.gettempdir()) / prefix

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import NamedTuple
+import threading
+from collections import deque
+from typing import IO, NamedTuple
 
 _LINE = re.compile(r'^([IWEF])\d{4} [\d:.]+ \d+ (\S+)\] "?(.*?)"?$')
 _LOAD_FAILURE = re.compile(r"^(failed to load '[^']*' version|Poll failed for model)")
 _MAX_KEPT_CHARS = 1_000_000
+_LAST_LINES_S = 2.0
+"""How long the pipe of an ended tritonserver is read: its children may still hold it open."""
 
 
 class LogMessage(NamedTuple):
@@ -28,39 +31,49 @@ def parse_line(line: str) -> LogMessage | None:
 
 
 class ServerLog:
-    """Follows tritonserver's log file; keeps what was read, so it outlives the file."""
+    """Reads tritonserver's output from a pipe as it comes; keeps the last million characters."""
 
     def __init__(self) -> None:
-        self.path: Path | None = None
-        self._offset = 0
-        self._text = ""
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._lines: deque[str] = deque()
+        self._num_chars = 0
+        self._num_new = 0
 
-    def follow(self, path: Path) -> None:
-        """Read from `path` from now on."""
-        self.path, self._offset, self._text = path, 0, ""
+    def follow(self, pipe: IO[bytes]) -> None:
+        """Read `pipe` to its end and close it, on a thread: a full pipe would stop the writer."""
+        self._thread = threading.Thread(
+            target=self._read, args=(pipe,), name="server-log", daemon=True
+        )
+        self._thread.start()
 
     def new_lines(self) -> list[str]:
-        """The whole lines written since the last call."""
-        if self.path is None:
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            chunk = file.read()
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        text = whole.decode("utf-8", errors="replace")
-        self._text = (self._text + text)[-_MAX_KEPT_CHARS:]
-        return text.splitlines()
+        """The lines written since the last call, or what is kept of them."""
+        with self._lock:
+            num_new = min(self._num_new, len(self._lines))
+            self._num_new = 0
+            return list(self._lines)[len(self._lines) - num_new :]
 
     def text(self) -> str:
-        """All that was logged, at most the last million characters."""
-        self.new_lines()
-        return self._text
+        """All that is kept."""
+        with self._lock:
+            return "".join(f"{line}\n" for line in self._lines)
 
-    def close(self) -> None:
-        """Read the rest; the file may go."""
-        self.new_lines()
-        self.path = None
+    def finish(self) -> None:
+        """Wait for the last lines of a tritonserver that has ended."""
+        if self._thread is not None:
+            self._thread.join(_LAST_LINES_S)
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for raw in pipe:
+                line = raw.decode("utf-8", errors="replace").rstrip("\n")
+                with self._lock:
+                    self._lines.append(line)
+                    self._num_new += 1
+                    self._num_chars += len(line) + 1
+                    while self._num_chars > _MAX_KEPT_CHARS:
+                        self._num_chars -= len(self._lines.popleft()) + 1
 
     def failure_reason(self) -> str:
         """Why the server did not start, in its own words and one line."""

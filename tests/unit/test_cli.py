@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flowprefill import __version__
-from flowprefill.cli import app
+from flowprefill.cli import app, ready_text
+from flowprefill.server import ServerOptions, TritonServer
 from flowprefill.server_layout import default_model_repository
 
 
@@ -42,6 +47,60 @@ def test_failed_start_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.strip().endswith(f"error: no model repository at {tmp_path / 'nowhere'}")
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def serve_models() -> Iterator[Callable[[dict[str, bool]], TritonServer]]:
+    """Answers as a tritonserver with the models given: name -> whether decoupled."""
+    models: dict[str, bool] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v2/repository/index"
+            self.answer([{"name": name, "version": "1", "state": "READY"} for name in models])
+
+        def do_GET(self) -> None:
+            name = self.path.removeprefix("/v2/models/").removesuffix("/config")
+            self.answer({"model_transaction_policy": {"decoupled": models[name]}})
+
+        def answer(self, content: object) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        threading.Thread(target=http_server.serve_forever).start()
+
+        def start(served: dict[str, bool]) -> TritonServer:
+            models.update(served)
+            return TritonServer(ServerOptions(Path(), http_port=http_server.server_port))
+
+        yield start
+        http_server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        ({"mistral": False, "qwen": True, "yi": True}, "/v2/models/qwen/generate"),
+        ({"b": False, "a": False}, "/v2/models/a/generate"),
+    ],
+)
+def test_ready_text_names_a_model_that_is_there(
+    serve_models: Callable[[dict[str, bool]], TritonServer], models: dict[str, bool], named: str
+) -> None:
+    assert named in ready_text(serve_models(models))
+
+
+def test_ready_text_without_a_model_has_nothing_to_try(
+    serve_models: Callable[[dict[str, bool]], TritonServer],
+) -> None:
+    assert ready_text(serve_models({})).count("\n") == 0
 
 
 def test_own_model_repository_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,22 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowprefill.errors import ServerStartError
 from flowprefill.preflight import check_venv, find_libpython, python_minor
-from flowprefill.server import ServerOptions, TritonServer, check_ports
+from flowprefill.server import ServerOptions, TritonServer, check_ports, free_ports, is_loopback
 from flowprefill.server_layout import (
     SHM_DIR,
     Installation,
-    ShmNamespace,
+    ServerFiles,
     find_installation,
     lay_out_backends,
-    sweep_shm,
+    sweep_dead_servers,
     write_backend,
 )
 from flowprefill.server_log import ServerLog
@@ -151,28 +153,76 @@ def test_wheel_installation_is_complete(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sweep_spares_living_servers() -> None:
-    namespace = ShmNamespace()
-    region = SHM_DIR / f"{namespace.prefix}region"
+    files = ServerFiles()
+    region = SHM_DIR / f"{files.prefix}region"
     region.write_text("in use")
     try:
-        sweep_shm()
-        assert region.exists()
+        sweep_dead_servers()
+        assert region.exists() and files.run_dir.is_dir()
     finally:
-        namespace.release()
-    assert not list(SHM_DIR.glob(f"{namespace.prefix}*"))
+        files.release()
+    assert not list(SHM_DIR.glob(f"{files.prefix}*"))
+    assert not files.run_dir.exists()
 
 
 def test_sweep_removes_what_a_killed_server_left() -> None:
     code = (
-        "import os, signal; from flowprefill.server_layout import *; n = ShmNamespace();"
-        "(SHM_DIR / (n.prefix + 'region')).write_text('x'); print(n.prefix, flush=True);"
-        "os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from flowprefill.server_layout import *; f = ServerFiles();"
+        "(SHM_DIR / (f.prefix + 'region')).write_text('x'); (f.run_dir / 'file').write_text('x');"
+        "print(f.prefix, f.run_dir, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    prefix = done.stdout.strip()
-    assert (SHM_DIR / f"{prefix}region").exists()
-    sweep_shm()
+    prefix, run_dir = done.stdout.split()
+    assert (SHM_DIR / f"{prefix}region").exists() and Path(run_dir, "file").exists()
+    sweep_dead_servers()
     assert not list(SHM_DIR.glob(f"{prefix}*"))
+    assert not Path(run_dir).exists()
+
+
+@pytest.fixture
+def arguments_of(container: Path, tmp_path: Path) -> Callable[..., str]:
+    """Start a tritonserver that prints its arguments and ends; returns what it printed."""
+    (container / "bin" / "tritonserver").write_text('#!/bin/sh\necho "args: $*"\nexit 1\n')
+
+    def start(**options: Any) -> str:
+        ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+        server = TritonServer(ServerOptions(tmp_path, **ports, **options))
+        try:
+            server.start()
+            with pytest.raises(ServerStartError, match=r"^args: "):
+                server.wait_ready(10)
+        finally:
+            server.stop()
+        return server.log.text()
+
+    return start
+
+
+def test_clients_on_other_machines_cannot_load_models_unless_told_so(
+    arguments_of: Callable[..., str],
+) -> None:
+    assert "--model-control-mode=none" in arguments_of(host="0.0.0.0")
+    assert "--model-control-mode=explicit" in arguments_of(host="127.0.0.1")
+    assert "--model-control-mode=explicit" in arguments_of(host="0.0.0.0", allow_model_control=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours_alone"),
+    [("localhost", True), ("127.0.0.1", True), ("127.1.2.3", True), ("::1", True)]
+    + [(host, False) for host in ("0.0.0.0", "", "::", "192.168.1.7", "my-machine")],
+)
+def test_loopback_addresses_are_told_from_others(host: str, is_ours_alone: bool) -> None:
+    assert is_loopback(host) is is_ours_alone
+
+
+def write_log(log: ServerLog, text: str) -> None:
+    """Let `log` read `text` from a pipe that ends after it."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdin and writer.stdout
+        log.follow(writer.stdout)
+        writer.stdin.write(text.encode())
+        writer.stdin.close()
+        log.finish()
 
 
 LOAD_FAILURE = r"""
@@ -183,22 +233,23 @@ error: creating server: Internal - failed to load all models
 """  # noqa: E501
 
 
-def test_failure_reason_is_the_model_s_own_in_one_line(tmp_path: Path) -> None:
+def test_failure_reason_is_the_model_s_own_in_one_line() -> None:
     log = ServerLog()
-    (tmp_path / "log").write_text(LOAD_FAILURE)
-    log.follow(tmp_path / "log")
+    write_log(log, LOAD_FAILURE)
     assert log.failure_reason() == "failed to load 'm1' version 1: Internal: KeyError: 'nokey'"
 
 
-def test_log_gives_whole_lines_once_and_outlives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_text("one\ntw")
+def test_log_gives_each_line_once_and_keeps_it() -> None:
     log = ServerLog()
-    log.follow(path)
-    assert log.new_lines() == ["one"]
-    with path.open("a") as file:
-        file.write("o\n")
-    assert log.new_lines() == ["two"]
-    log.close()
-    path.unlink()
-    assert log.text() == "one\ntwo\n"
+    write_log(log, "one\ntwo\nlast words without an end")
+    assert log.new_lines() == ["one", "two", "last words without an end"]
+    assert log.new_lines() == []
+    assert log.text() == "one\ntwo\nlast words without an end\n"
+
+
+def test_log_keeps_the_last_million_characters() -> None:
+    log = ServerLog()
+    write_log(log, "".join(f"{i:09d}\n" for i in range(300_000)))
+    assert len(log.text()) == 1_000_000
+    assert log.text().endswith("000299999\n")
+    assert len(log.new_lines()) == 100_000
