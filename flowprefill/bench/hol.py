@@ -93,7 +93,8 @@ def run(
         raise BenchmarkError(f"the server failed a request: {error}") from error
     results = {name: summarise(runs[name], long_tokens, short_tokens) for name in names}
     Console().print(make_table(results))
-    print_json({**results, "run": {"rounds": rounds, **describe_run(config, seed)}}, json_out)
+    run_facts = {"rounds": rounds, "granularity": config.granularity, **describe_run(config, seed)}
+    print_json({**results, "run": run_facts}, json_out)
 
 
 def measure(

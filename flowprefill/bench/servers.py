@@ -18,7 +18,7 @@ def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[st
     """Run a tritonserver with one model per policy; yields its gRPC address, host:port."""
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         for policy in policies:
-            _write_model(Path(directory) / model_name(policy), config, policy)
+            write_model(Path(directory) / model_name(policy), config, policy)
         http_port, grpc_port, metrics_port = free_ports(3)
         options = ServerOptions(
             Path(directory),
@@ -46,14 +46,14 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _write_model(directory: Path, config: EngineConfig, policy: str) -> None:
+def write_model(directory: Path, config: EngineConfig, policy: str) -> None:
+    """Make `directory` that of a model which serves `config` under `policy`."""
     version = directory / "1"
     version.mkdir(parents=True)
     (directory / "config.pbtxt").write_text(
         'backend: "flowprefill"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
     )
-    values = {**config.to_dict(), "policy": policy, "granularity": "tile"}
-    (version / "model.json").write_text(json.dumps(values))
+    (version / "model.json").write_text(json.dumps({**config.to_dict(), "policy": policy}))
 
 
 def model_name(policy: str) -> str:

