@@ -104,7 +104,10 @@ def _gather(cache: Tensor, tables: Sequence[BlockTable], start: int, end: int) -
         tile = cache[torch.cat([t.ids[blocks] for t in tables])]
     # [seqs, tokens, kv_heads, dim] -> [seqs, kv_heads, tokens, dim]
     tile = tile.reshape(len(tables), -1, kv_heads, head_dim)[:, start % block_size :]
-    return tile[:, : end - start].transpose(1, 2).float().reshape(-1, end - start, head_dim)
+    tile = tile[:, : end - start].transpose(1, 2)
+    # Contiguous: oneDNN falls back to a reference loop for a strided weight, 1,000 times slower.
+    tile = tile.to(torch.float32, memory_format=torch.contiguous_format)
+    return tile.view(-1, end - start, head_dim)
 
 
 def _mask_future(
