@@ -5,6 +5,7 @@ A departure is found within max(cancel_poll_ms, live requests / MAX_POLLS_PER_S)
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -67,7 +68,8 @@ class CancelPoller:
                     self._on_gone(live)
                     continue
             except Exception as error:  # the thread's edge: the others must still be asked
-                self._on_error(error)
+                with contextlib.suppress(Exception):  # even if the log is broken, too
+                    self._on_error(error)
                 continue
             self._watched.append(live)
             polls_left -= 1

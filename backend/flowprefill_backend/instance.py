@@ -1,6 +1,8 @@
 """One loaded model: carries requests from execute() to the engine, and its outputs to the clients.
 
-Threads: execute() only copies and posts. Parser threads check and tokenise, shortest text first.
+Threads: execute() only copies and posts. Two parser threads check and tokenise in the order of
+arrival, one of them the long requests alone: short ones need not wait for those, nor they for a
+flood of short ones.
 The engine client's thread only posts. Each request has one sender lane, on which its whole answer
 is built and sent in order. The cancel poller and control requests cancel; the lane then ends the
 request. Whatever fails on the way ends in `_fail`, so every request gets its FINAL.
@@ -16,18 +18,33 @@ from functools import partial
 from typing import Any, Protocol
 
 from flowprefill.config import EngineConfig
-from flowprefill.errors import FlowPrefillError, RequestCancelledError, UnavailableError
+from flowprefill.engine_process import EngineState
+from flowprefill.errors import (
+    FlowPrefillError,
+    RequestCancelledError,
+    UnavailableError,
+    shorten,
+)
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend.answer import Answer
 from flowprefill_backend.cancel_poller import CancelPoller
 from flowprefill_backend.live import LiveRequest, LiveRequests
-from flowprefill_backend.request import Control, RawRequest, control, parse, read
-from flowprefill_backend.response import error_response, part_response, text_response
-from flowprefill_backend.workers import Job, Workers
+from flowprefill_backend.request import Control, RawRequest, control, parse, read, screen
+from flowprefill_backend.response import (
+    MAX_ERROR_CHARS,
+    error_response,
+    part_response,
+    text_response,
+)
+from flowprefill_backend.workers import Job, Worker
 
-NUM_PARSERS = 2
+LONG_BYTES = 2**14
+"""A request of more is long: it takes over 10 ms or so to parse."""
+MAX_WAITING = 1_000
+MAX_WAITING_BYTES = 2**26
+"""Requests, and their bytes, that wait for one thread at most; more are UNAVAILABLE."""
 NUM_SENDERS = 4
 CLOSE_TIMEOUT_S = 5.0
 """The server waits for finalize() without limit, so each part of it gets one."""
@@ -45,7 +62,7 @@ class EngineLike(Protocol):
     def stats(self) -> EngineStats: ...
 
     @property
-    def is_healthy(self) -> bool: ...
+    def state(self) -> EngineState: ...
 
     def close(self, drain_s: float = 0.0) -> None: ...
 
@@ -69,26 +86,30 @@ class Instance:
         tokenizer: Tokenizer,
         make_engine: Callable[[Callable[[TokenOutput], None]], EngineLike],
         log: Log,
-        checks_health: bool = False,
+        unload: Callable[[], object] | None = None,
     ) -> None:
         """Start the engine and wait until it is ready.
 
-        `make_engine` gets the callback for outputs. With `checks_health`, requests that arrive
-        while the engine is down are refused instead of waiting for its restart.
+        `make_engine` gets the callback for outputs. With `unload`, requests that arrive while the
+        engine is down are refused instead of waiting for its restart, and if it has failed for good
+        `unload` is called, once.
         """
         self._config = config
         self._tokenizer = tokenizer
         self._log = log
-        self._checks_health = checks_health
+        self._unload = unload
+        self._is_unloading = False
         self._is_closing = False
         self._req_ids = itertools.count(1)
         self._live = LiveRequests()
         self._engine = make_engine(self._on_output)
         self.info = self._engine.start(LoadProgress(log))
         on_error = self._log_bug
-        self._parsers = Workers("parser", NUM_PARSERS, on_error)
-        self._senders = [Workers(f"sender-{i}", 1, on_error) for i in range(NUM_SENDERS)]
-        self._stats_reader = Workers("stats-reader", 1, on_error)
+        bounds = (MAX_WAITING, MAX_WAITING_BYTES)
+        self._short_parser = Worker("parser of short requests", on_error, *bounds)
+        self._long_parser = Worker("parser of long requests", on_error, *bounds)
+        self._senders = [Worker(f"sender-{i}", on_error) for i in range(NUM_SENDERS)]
+        self._asker = Worker("asker", on_error, *bounds)
         self._poller = CancelPoller(config.cancel_poll_ms / 1000, self._cancel, on_error)
 
     def execute(self, requests: list[Any]) -> None:
@@ -101,33 +122,50 @@ class Instance:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
         self._is_closing = True
         self._poller.close(CLOSE_TIMEOUT_S)
-        self._parsers.close(CLOSE_TIMEOUT_S)
+        for parser in (self._short_parser, self._long_parser):
+            parser.close(CLOSE_TIMEOUT_S)
         for live in self._live.all():
             self._post(live, partial(self._fail, live, UnavailableError("the model is unloading")))
         # Once the server runs finalize(), a send() may block for ever: its threads are left behind.
-        for workers in (*self._senders, self._stats_reader):
-            workers.close(CLOSE_TIMEOUT_S / NUM_SENDERS)
+        for worker in (*self._senders, self._asker):
+            worker.close(CLOSE_TIMEOUT_S / NUM_SENDERS)
         self._engine.close(drain_s=0.0)
 
     def _accept(self, request: Any, arrival_s: float) -> None:
-        sender = request.get_response_sender()
-        live = LiveRequest(next(self._req_ids), str(request.request_id()), sender)
+        live = LiveRequest(next(self._req_ids), request.get_response_sender())
         try:
             raw = read(request, arrival_s)
-            live.names_error_code = raw.names_error_code
+            live.triton_id, live.names_error_code = raw.triton_id, raw.names_error_code
+            screen(raw, self.info, self._tokenizer)
             command = control(raw)
-            if command is None and self._checks_health and not self._engine.is_healthy:
-                raise UnavailableError("Model is unavailable due to unhealthy engine")
+            if command is not None:
+                self._obey(live, command)
+            else:
+                self._check_health()
+                self._live.add(live)
+                self._poller.watch(live)
+                parser = self._long_parser if raw.num_bytes > LONG_BYTES else self._short_parser
+                parser.post(partial(self._parse_and_submit, live, raw), raw.num_bytes)
         except Exception as error:  # whatever it is, this client must hear of it
             self._post(live, partial(self._fail, live, error))
+
+    def _check_health(self) -> None:
+        """What vllm_backend does under ENABLE_VLLM_HEALTH_CHECK, which `unload` stands for."""
+        if self._unload is None or self._engine.state is EngineState.READY:
             return
-        if command is not None:
-            self._obey(live, command)
-            return
-        self._live.add(live)
-        self._poller.watch(live)
-        num_bytes = sum(map(len, raw.inputs.get("text_input", ())))
-        self._parsers.post(partial(self._parse_and_submit, live, raw), order=num_bytes)
+        if self._engine.state is EngineState.FAILED and not self._is_unloading:
+            self._log.log_error("[flowprefill] Engine is not healthy and model will be unloaded")
+            self._asker.post(self._try_to_unload)
+            self._is_unloading = True
+        raise UnavailableError("Model is unavailable due to unhealthy engine")
+
+    def _try_to_unload(self) -> None:
+        """On its own thread: the server may take its time."""
+        assert self._unload is not None
+        try:
+            self._unload()
+        except Exception as error:  # for one, the server has no explicit model control
+            self._log.log_warn(f"[flowprefill] the model cannot be unloaded: {error}")
 
     def _parse_and_submit(self, live: LiveRequest, raw: RawRequest) -> None:
         """On a parser thread."""
@@ -136,6 +174,12 @@ class Instance:
                 raise UnavailableError("the model is unloading")
             if live.is_over:
                 return
+            waited_ms = (time.monotonic() - raw.arrival_s) * 1000
+            if waited_ms > self._config.queue_timeout_ms:
+                raise UnavailableError(
+                    f"the request waited {waited_ms:.0f} ms to be parsed > "
+                    f"queue_timeout_ms={self._config.queue_timeout_ms:g}"
+                )
             parsed = parse(raw, self._config, self.info, self._tokenizer)
             num_tokens = len(parsed.prompt_token_ids)
             live.answer = Answer(
@@ -164,9 +208,10 @@ class Instance:
             if not isinstance(error, FlowPrefillError):
                 self._log_bug(error)
             self._fail(live, error)
-        if live.is_closed and output.finish_reason is None:
-            # Ended on this side, by a stop string or a failure: the engine would go on.
-            self._engine.cancel(live.req_id)
+        finally:
+            if live.is_closed and output.finish_reason is None:
+                # Ended on this side, by a stop string or a failure: the engine would go on.
+                self._engine.cancel(live.req_id)
 
     def _respond(self, live: LiveRequest, output: TokenOutput) -> None:
         answer = live.answer
@@ -200,7 +245,7 @@ class Instance:
     def _obey(self, live: LiveRequest, command: Control) -> None:
         """Answer a control request; it is never live itself, so nothing can cancel it."""
         if command.cancel_id is None:
-            self._stats_reader.post(partial(self._send_stats, live))
+            self._asker.post(partial(self._send_stats, live))
             return
         target = self._live.latest(command.cancel_id)
         is_cancelled = target is not None and self._cancel(target)
@@ -229,7 +274,8 @@ class Instance:
         self._log.log_info("[flowprefill] Successfully cancelled the request")
 
     def _log_bug(self, error: Exception) -> None:
-        self._log.log_error(f"[flowprefill] unexpected {type(error).__name__}: {error}")
+        text = shorten(f"unexpected {type(error).__name__}: {error}", MAX_ERROR_CHARS)
+        self._log.log_error(f"[flowprefill] {text}")
 
 
 class LoadProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,10 @@ class LiveRequest:
     order. The lock is for what other threads do: ask whether the client has gone, submit, cancel.
     """
 
-    def __init__(self, req_id: int, triton_id: str, sender: Any) -> None:
+    def __init__(self, req_id: int, sender: Any) -> None:
         self.req_id = req_id
-        self.triton_id = triton_id
+        self.triton_id = ""
+        """The client's own id."""
         self.answer: Answer | None = None
         """Set before the request is submitted, None while it is being parsed."""
         self.names_error_code = False
@@ -66,12 +68,21 @@ class LiveRequest:
         self._sender.send(response)
 
     def close(self, response: Any) -> bool:
-        """Send the last response. Returns False, and sends nothing, if that was done before."""
+        """Send the last response. Returns False, and sends nothing, if that was done before.
+
+        Raises what the server says if it does not take the response; the client then gets FINAL
+        alone, if that can be sent.
+        """
         with self._lock:
             if self._is_closed:
                 return False
             self._is_closed = True
-        self._sender.send(response, flags=FINAL)
+        try:
+            self._sender.send(response, flags=FINAL)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error says more
+                self._sender.send(flags=FINAL)
+            raise
         return True
 
 

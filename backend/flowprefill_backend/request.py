@@ -1,14 +1,14 @@
 """Tensors and parameters of a request -> what the engine takes. Knows no engine and no threads.
 
-`read` copies plain values out of the server's objects, on the thread that execute() runs on.
-`control` recognises requests that are answered at once. `parse` checks everything else and
-tokenises; it may take milliseconds and runs on a worker thread.
+On the thread of execute(), `read` copies plain values out of the server's objects, `screen` refuses
+what is too big to be kept waiting, and `control` recognises requests that are answered at once.
+`parse` checks everything else and tokenises; it may take milliseconds and runs on a worker thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ CANCEL_ID = "cancel_id"
 ENGINE_STATS = "engine_stats"
 NAMES_ERROR_CODE = "error_code_in_message"
 """Request parameter of callers inside the server, to whom only an error's text arrives."""
+MAX_PARAMETERS_BYTES = 2**20
+"""JSON text of the sampling parameters, and of the request's parameters, at most."""
 
 
 class LoraDisabledError(FlowPrefillError):
@@ -53,6 +55,8 @@ class RawRequest:
     inputs: Mapping[str, list[Any]]
     """Flattened elements of each input that was sent: bytes, bool or float."""
     parameters: Mapping[str, Any]
+    num_bytes: int
+    """Size of all that it holds, about."""
 
     @property
     def names_error_code(self) -> bool:
@@ -79,10 +83,34 @@ class Control:
 
 
 def read(request: Any, arrival_s: float) -> RawRequest:
-    """Copy a pb_utils.InferenceRequest; its arrays are freed on this thread of Python's."""
+    """Copy a pb_utils.InferenceRequest; its arrays are freed on this thread of Python's.
+
+    Raises InvalidRequestError for more than MAX_PARAMETERS_BYTES of request parameters.
+    """
     inputs = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
-    parameters = json.loads(request.parameters() or "{}")
-    return RawRequest(arrival_s, str(request.request_id()), inputs, parameters)
+    parameters = str(request.parameters() or "{}")
+    _check_size("request parameters", len(parameters.encode()), MAX_PARAMETERS_BYTES)
+    num_bytes = len(parameters) + sum(_num_bytes(elements) for elements in inputs.values())
+    return RawRequest(
+        arrival_s, str(request.request_id()), inputs, json.loads(parameters), num_bytes
+    )
+
+
+def screen(raw: RawRequest, info: EngineInfo, tokenizer: Tokenizer) -> None:
+    """Raise FlowPrefillError for inputs that need no parsing to be refused."""
+    for name in UNSUPPORTED_INPUTS:
+        size = _num_bytes(raw.inputs.get(name, ()))
+        if size:
+            raise UnsupportedFeatureError(name, f"{size} bytes")
+    size = _num_bytes(raw.inputs.get("sampling_parameters", ()))
+    _check_size("sampling_parameters", size, MAX_PARAMETERS_BYTES)
+    size = _num_bytes(raw.inputs.get("text_input", ()))
+    max_bytes = info.max_model_len * tokenizer.max_token_bytes
+    if size > max_bytes:
+        raise PromptTooLongError(
+            f"text_input has {size} bytes: max_model_len {info.max_model_len} tokens hold at "
+            f"most {max_bytes}"
+        )
 
 
 def control(raw: RawRequest) -> Control | None:
@@ -107,11 +135,7 @@ def control(raw: RawRequest) -> Control | None:
 def parse(
     raw: RawRequest, config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer
 ) -> ParsedRequest:
-    """Check and tokenise. Raises FlowPrefillError naming field, value and limit."""
-    for name in UNSUPPORTED_INPUTS:
-        size = sum(map(len, raw.inputs.get(name, ())))
-        if size:
-            raise UnsupportedFeatureError(name, f"{size} bytes")
+    """Check and tokenise what `screen` let pass. Raises FlowPrefillError naming field and limit."""
     options = _options(raw)
     values = _sampling_values(raw)
     slo = SLO(
@@ -127,14 +151,7 @@ def parse(
         # whatever they like.
         ignore_unknown="sampling_parameters" not in raw.inputs,
     )
-    text = _element(raw, "text_input")
-    max_bytes = info.max_model_len * tokenizer.max_token_bytes
-    if len(text) > max_bytes:
-        raise PromptTooLongError(
-            f"text_input has {len(text)} bytes: max_model_len {info.max_model_len} tokens hold at "
-            f"most {max_bytes}"
-        )
-    prompt = _decode("text_input", text)
+    prompt = _decode("text_input", _element(raw, "text_input"))
     prompt_token_ids = tokenizer.encode(prompt)
     if not prompt_token_ids:
         raise InvalidParameterError("text_input", prompt, "a text of at least one token")
@@ -215,6 +232,15 @@ def _decode(name: str, value: bytes) -> str:
     except UnicodeDecodeError as error:
         limit = f"valid UTF-8 (byte {error.start} is not)"
         raise InvalidParameterError(name, value[error.start : error.start + 8], limit) from error
+
+
+def _num_bytes(elements: Sequence[Any]) -> int:
+    return sum(len(element) for element in elements if isinstance(element, bytes))
+
+
+def _check_size(name: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidRequestError(f"{name}: {size} bytes; must be at most {limit} bytes")
 
 
 def _mentions(raw: RawRequest, key: str) -> bool:

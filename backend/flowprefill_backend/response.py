@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from flowprefill.errors import FlowPrefillError, RequestCancelledError
+from flowprefill.errors import FlowPrefillError, RequestCancelledError, shorten
 from flowprefill_backend.answer import AnswerOptions, AnswerPart
 from flowprefill_backend.request import LoraDisabledError
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+MAX_ERROR_CHARS = 1_000
 
 _TEXT_AS_IT_IS = (RequestCancelledError, LoraDisabledError)
 """Errors to which vllm_backend adds no prefix."""
@@ -54,7 +56,8 @@ def error_response(error: Exception, names_code: bool = False) -> Any:
     return pb_utils.InferenceResponse(
         output_tensors=[_strings("text_output", "N/A")],
         error=pb_utils.TritonError(
-            text, getattr(pb_utils.TritonError, code, pb_utils.TritonError.INTERNAL)
+            shorten(text, MAX_ERROR_CHARS),
+            getattr(pb_utils.TritonError, code, pb_utils.TritonError.INTERNAL),
         ),
     )
 

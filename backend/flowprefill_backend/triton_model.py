@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from flowprefill.config import EngineConfig
-from flowprefill.errors import FlowPrefillError
+from flowprefill.errors import FlowPrefillError, shorten
 from flowprefill_backend import contract
 
 if TYPE_CHECKING:
     from flowprefill_backend.instance import Instance
+
+
+MAX_LOAD_ERROR_CHARS = 4_000
 
 
 class TritonPythonModel:
@@ -30,7 +33,8 @@ class TritonPythonModel:
         try:
             self._instance = load(args)
         except FlowPrefillError as error:
-            raise pb_utils.TritonModelException(f"{type(error).__name__}: {error}") from error
+            text = shorten(f"{type(error).__name__}: {error}", MAX_LOAD_ERROR_CHARS)
+            raise pb_utils.TritonModelException(text) from error
 
     def execute(self, requests: list[Any]) -> None:
         """Take over `requests`; their answers go through their response senders."""
@@ -45,8 +49,7 @@ def load(args: Mapping[str, str]) -> Instance:
     """Read config.pbtxt and model.json, load the tokenizer, start the engine."""
     # Here, not above: the auto-completion process needs none of it.
     from flowprefill.engine_process import EngineClient
-    from flowprefill.programs.model_spec import resolve_model_path
-    from flowprefill.tokenizer import Tokenizer
+    from flowprefill.tokenizer import load_tokenizer
     from flowprefill_backend.instance import Instance
 
     log = pb_utils.Logger
@@ -60,15 +63,13 @@ def load(args: Mapping[str, str]) -> Instance:
         log.log_info(f"[flowprefill] model.json: {key} has no effect here")
     if contract.flag(model_config, "REPORT_CUSTOM_METRICS"):
         log.log_info("[flowprefill] REPORT_CUSTOM_METRICS has no effect here")
-    tokenizer = Tokenizer.load(
-        Path(config.tokenizer) if config.tokenizer else resolve_model_path(config.model)
-    )
+    checks_health = contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK")
     return Instance(
         config,
-        tokenizer,
+        load_tokenizer(config),
         lambda on_output: EngineClient(config, on_output, _line_logger(log)),
         log,
-        checks_health=contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK"),
+        unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
     )
 
 

@@ -2,52 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable
+
+from flowprefill.errors import QueueFullError
 
 Job = Callable[[], None]
 
 
-class Workers:
-    """`num_threads` threads on one queue: lowest `order` first, equals as they came.
+class Worker:
+    """One thread that runs jobs in the order in which they are posted."""
 
-    With one thread and equal orders this is a strictly ordered lane.
-    """
-
-    def __init__(self, name: str, num_threads: int, on_error: Callable[[Exception], None]) -> None:
-        self._jobs: queue.PriorityQueue[tuple[float, int, Job | None]] = queue.PriorityQueue()
-        self._sequence = itertools.count()
+    def __init__(
+        self,
+        name: str,
+        on_error: Callable[[Exception], None],
+        max_jobs: float = math.inf,
+        max_bytes: float = math.inf,
+    ) -> None:
+        """At most `max_jobs` jobs of `max_bytes` together wait; on_error gets what a job raises."""
+        self._name = name
         self._on_error = on_error
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._num_jobs = 0
+        self._num_bytes = 0
+        self._jobs: queue.SimpleQueue[tuple[Job, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    def post(self, job: Job, order: float = 0.0) -> None:
-        """Queue `job`; never blocks."""
-        self._jobs.put((order, next(self._sequence), job))
+    def post(self, job: Job, num_bytes: int = 0) -> None:
+        """Queue `job`, which holds `num_bytes`; never blocks. Raises QueueFullError."""
+        with self._lock:
+            if self._num_jobs >= self._max_jobs or self._num_bytes + num_bytes > self._max_bytes:
+                raise QueueFullError(
+                    f"{self._name}: {self._num_jobs} requests of {self._num_bytes} bytes wait; "
+                    f"one more of {num_bytes} bytes is over the limit of {self._max_jobs} requests "
+                    f"of {self._max_bytes} bytes"
+                )
+            self._num_jobs += 1
+            self._num_bytes += num_bytes
+            self._jobs.put((job, num_bytes))
 
     def close(self, timeout_s: float) -> bool:
-        """Run what is queued, then end. Returns False if a thread is still busy at the timeout."""
-        for _ in self._threads:
-            self._jobs.put((math.inf, next(self._sequence), None))
-        end_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        """Run what is queued, then end. Returns False if the thread is busy at the timeout."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()[2]
-            if job is None:
-                return
+        while (entry := self._jobs.get()) is not None:
+            job, num_bytes = entry
+            with self._lock:
+                self._num_jobs -= 1
+                self._num_bytes -= num_bytes
             try:
                 job()
             except Exception as error:  # a thread's edge: one job must not end the others
-                self._on_error(error)
+                with contextlib.suppress(Exception):  # nor may a log that is broken, too
+                    self._on_error(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from tests.backend import fake_pb_utils
 fake_pb_utils.install()
 
 from flowprefill_backend.instance import Instance  # noqa: E402, needs the module installed above
+from flowprefill_backend.workers import Worker  # noqa: E402
 from tests.backend.scripted_engine import ScriptedEngine  # noqa: E402
 from tests.factories import write_tiny_tokenizer  # noqa: E402
 
@@ -24,7 +27,9 @@ CONFIG = EngineConfig(model="tiny", ttft_slo_ms=700, tbt_slo_ms=70, cancel_poll_
 class Harness:
     """One loaded instance and its scripted engine."""
 
-    def __init__(self, tokenizer: Tokenizer, checks_health: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, unload: Callable[[], object] | None = None, **config: Any
+    ) -> None:
         self.tokenizer = tokenizer
         self.log = fake_pb_utils.Logger
         self.log.lines.clear()
@@ -34,7 +39,8 @@ class Harness:
             self.engine = ScriptedEngine(on_output, tokenizer.vocab_size)
             return self.engine
 
-        self.instance = Instance(CONFIG, tokenizer, make_engine, self.log, checks_health)
+        config = dataclasses.replace(CONFIG, **config)
+        self.instance = Instance(config, tokenizer, make_engine, self.log, unload)
 
     def send(
         self,
@@ -50,6 +56,19 @@ class Harness:
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def hold(worker: Worker) -> threading.Event:
+    """Keep a worker busy until the event that is returned is set."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        gate.wait(fake_pb_utils.WAIT_S)
+
+    worker.post(wait)
+    assert begun.wait(fake_pb_utils.WAIT_S)
+    return gate
 
 
 @pytest.fixture(scope="session")

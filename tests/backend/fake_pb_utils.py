@@ -47,9 +47,18 @@ class TritonModelException(Exception):
     pass
 
 
+def utf8(text: str) -> str:
+    """Text as pybind11 takes it: what UTF-8 cannot hold is refused."""
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError as error:
+        raise TypeError("incompatible function arguments") from error
+
+
 class Tensor:
     def __init__(self, name: str, array: np.ndarray) -> None:
-        self._name = name
+        assert array.dtype != np.object_ or all(type(element) is bytes for element in array.flat)
+        self._name = utf8(name)
         self._array = array
 
     def name(self) -> str:
@@ -73,6 +82,9 @@ class TritonError:
     message: str
     code: str = "INTERNAL"
 
+    def __post_init__(self) -> None:
+        utf8(self.message)
+
 
 class InferenceResponse:
     def __init__(
@@ -91,7 +103,7 @@ class Logger:
 
     @classmethod
     def log_info(cls, message: str) -> None:
-        cls.lines.append(message)
+        cls.lines.append(utf8(message))
 
     log_warn = log_error = log_verbose = log_info
 
@@ -123,7 +135,7 @@ class ResponseSender:
                 self.breaches.append("send after FINAL")
                 raise TritonModelException("Response sender has been closed.")
             self._num_sends += 1
-            if self._num_sends - 1 == self.fails_at and not flags:
+            if self._num_sends - 1 == self.fails_at:
                 raise TritonModelException("Failed to increase the shared memory pool size")
             if flags and self._num_polling:
                 self.breaches.append("FINAL during is_cancelled")
@@ -184,7 +196,7 @@ class InferenceRequest:
         self,
         inputs: dict[str, Any],
         parameters: dict[str, Any] | None = None,
-        request_id: str = "",
+        request_id: str | bytes = "",
         sender: ResponseSender | None = None,
     ) -> None:
         self.sender = sender or ResponseSender()
@@ -199,7 +211,8 @@ class InferenceRequest:
         return self._parameters
 
     def request_id(self) -> str:
-        return self._request_id
+        """HTTP clients may send bytes that are no text."""
+        return self._request_id if isinstance(self._request_id, str) else self._request_id.decode()
 
     def get_response_sender(self) -> ResponseSender:
         return self.sender

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from flowprefill.engine_process import EngineState
 from flowprefill.errors import FlowPrefillError
 from flowprefill.request import FinishReason, Logprob, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
@@ -15,7 +16,7 @@ WAIT_S = 10.0
 
 class ScriptedEngine:
     def __init__(self, on_output: Callable[[TokenOutput], None], vocab_size: int) -> None:
-        self.is_healthy = True
+        self.state = EngineState.READY
         self.is_closed = False
         self.submit_error: FlowPrefillError | None = None
         self.cancelled: list[int] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from flowprefill.engine_process import EngineState
 from flowprefill.request import FinishReason
+from flowprefill.tokenizer import Tokenizer
 from tests.backend.conftest import Harness
 from tests.backend.fake_pb_utils import InferenceResponse, ResponseSender
 
@@ -173,13 +175,65 @@ def test_a_send_that_fails_ends_its_own_request_only(harness: Harness) -> None:
 def test_an_unhealthy_engine_refuses_only_where_the_model_asks_for_the_check(
     harness: Harness,
 ) -> None:
-    strict = Harness(harness.tokenizer, checks_health=True)
-    strict.engine.is_healthy = harness.engine.is_healthy = False
+    unloads: list[str] = []
+    strict = Harness(harness.tokenizer, unload=lambda: unloads.append("model"))
+    strict.engine.state = harness.engine.state = EngineState.RESTARTING
     error = strict.send({"text_input": "a"}).error
     strict.instance.close()
     assert error is not None and error.code == "UNAVAILABLE"
+    assert unloads == []
     harness.send({"text_input": "a"})
     harness.engine.wait_submitted()
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_an_engine_that_failed_for_good_unloads_the_model_once(
+    tokenizer: Tokenizer, is_allowed: bool
+) -> None:
+    unloads: list[str] = []
+
+    def unload() -> None:
+        unloads.append("model")
+        if not is_allowed:
+            raise RuntimeError("explicit model load / unload is not allowed")
+
+    harness = Harness(tokenizer, unload)
+    harness.engine.state = EngineState.FAILED
+    errors = [harness.send({"text_input": "a"}).error for _ in range(2)]
+    harness.instance.close()
+    assert [error and error.code for error in errors] == ["UNAVAILABLE"] * 2
+    assert unloads == ["model"]
+    line = "[flowprefill] Engine is not healthy and model will be unloaded"
+    assert harness.log.lines.count(line) == 1
+    refusals = [line for line in harness.log.lines if "is not allowed" in line]
+    assert len(refusals) == (0 if is_allowed else 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_last_send_that_fails_is_tried_once_more_without_the_response(
+    harness: Harness, stream: bool
+) -> None:
+    broken = ResponseSender(fails_at=0)
+    harness.send({"text_input": "a", "stream": stream}, sender=broken)
+    req_id = harness.engine.wait_submitted().req_id
+    harness.engine.say(req_id, 5, FinishReason.LENGTH)
+    assert broken.wait_final() == []
+    assert harness.instance._live.all() == []
+    assert answer(harness, harness.ids("b"), {"stream": True}).text == "b"
+
+
+def test_the_engine_s_work_ends_even_if_its_client_cannot_be_told(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("broken")
+
+    broken = ResponseSender(fails_at=0)
+    harness.send({"text_input": "a", "stream": True}, sender=broken)
+    req_id = harness.engine.wait_submitted().req_id
+    monkeypatch.setattr(broken, "send", fail)
+    harness.engine.say(req_id, 5)
+    harness.engine.wait_cancelled(req_id)
 
 
 def test_closing_fails_what_is_live_as_unavailable_and_closes_the_engine(harness: Harness) -> None:

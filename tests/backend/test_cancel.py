@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import NoReturn
 
 import pytest
 
@@ -11,7 +12,7 @@ from flowprefill.request import FinishReason, Request
 from flowprefill.stats import EngineStats
 from flowprefill_backend.cancel_poller import CancelPoller
 from flowprefill_backend.live import LiveRequest
-from tests.backend.conftest import Harness
+from tests.backend.conftest import Harness, hold
 from tests.backend.fake_pb_utils import WAIT_S, ResponseSender
 from tests.factories import make_request
 
@@ -108,9 +109,7 @@ def test_a_cancel_id_that_is_no_id_is_refused(harness: Harness, cancel_id: objec
 
 
 def test_a_request_cancelled_while_it_is_parsed_never_reaches_the_engine(harness: Harness) -> None:
-    may_parse = threading.Event()
-    for _ in range(2):  # both parser threads wait
-        harness.instance._parsers.post(lambda: may_parse.wait(WAIT_S) and None)
+    may_parse = hold(harness.instance._short_parser)
     sender = harness.send({"text_input": "a", "stream": True}, request_id="queued")
     assert harness.send({"text_input": ""}, {"cancel_id": "queued"}).text == "cancelled"
     assert sender.error is not None and sender.error.code == "CANCELLED"
@@ -118,18 +117,6 @@ def test_a_request_cancelled_while_it_is_parsed_never_reaches_the_engine(harness
     harness.send({"text_input": "b"})
     assert harness.engine.wait_submitted().prompt_token_ids == harness.tokenizer.encode("b")
     assert len(harness.engine.submitted) == 1
-
-
-def test_short_texts_are_parsed_before_long_ones_that_wait(harness: Harness) -> None:
-    gates = [threading.Event(), threading.Event()]
-    for gate in gates:  # hold both parser threads, then let one go on
-        harness.instance._parsers.post(lambda gate=gate: gate.wait(WAIT_S) and None)
-    harness.send({"text_input": "the longer one of the two"})
-    harness.send({"text_input": "short"})
-    gates[0].set()
-    harness.engine.wait_submitted(2)
-    assert list(harness.engine.submitted) == [2, 1]
-    gates[1].set()
 
 
 def test_engine_stats_are_answered_as_json(harness: Harness) -> None:
@@ -147,7 +134,7 @@ def test_the_poller_sleeps_once_nothing_is_live(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(CancelPoller, "_poll_round", count_round)
     poller = CancelPoller(0.01, lambda live: None, lambda error: None)
-    live = LiveRequest(1, "", ResponseSender())
+    live = LiveRequest(1, ResponseSender())
     live.close(None)
     poller.watch(live)
     threading.Event().wait(0.1)  # ten intervals in which there is nothing to do
@@ -155,9 +142,28 @@ def test_the_poller_sleeps_once_nothing_is_live(monkeypatch: pytest.MonkeyPatch)
     assert rounds == [0]
 
 
+def test_the_poller_outlives_a_cancel_that_fails_and_a_log_that_is_broken() -> None:
+    is_found = threading.Event()
+
+    def cancel(live: LiveRequest) -> None:
+        assert live.req_id == 2, "the first one fails"
+        is_found.set()
+
+    def log(error: Exception) -> NoReturn:
+        raise error
+
+    poller = CancelPoller(0.01, cancel, log)
+    for req_id in (1, 2):
+        sender = ResponseSender()
+        sender.leave()
+        poller.watch(LiveRequest(req_id, sender))
+    assert is_found.wait(WAIT_S)
+    poller.close(WAIT_S)
+
+
 def test_the_end_waits_for_a_question_that_is_under_way() -> None:
     sender = ResponseSender(poll_ends=threading.Event())
-    live = LiveRequest(1, "", sender)
+    live = LiveRequest(1, sender)
     asking = threading.Thread(target=live.is_client_gone)
     asking.start()
     assert sender.poll_begun.wait(WAIT_S)
@@ -171,7 +177,7 @@ def test_the_end_waits_for_a_question_that_is_under_way() -> None:
 
 
 def test_what_is_cancelled_is_never_submitted_and_only_cancelled_once() -> None:
-    live = LiveRequest(1, "", ResponseSender())
+    live = LiveRequest(1, ResponseSender())
     assert [live.cancel(), live.cancel()] == [True, False]
     submitted: list[Request] = []
     live.submit(submitted.append, make_request(4))
@@ -184,7 +190,7 @@ def test_polls_are_bounded_and_rotate_over_all_requests(monkeypatch: pytest.Monk
     poller.close(WAIT_S)  # rounds are run by hand
     senders = [ResponseSender() for _ in range(10)]
     for i, sender in enumerate(senders):
-        poller.watch(LiveRequest(i, "", sender))
+        poller.watch(LiveRequest(i, sender))
     counts = []
     for _ in range(5):
         poller._poll_round()

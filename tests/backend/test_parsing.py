@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
 from flowprefill.errors import FlowPrefillError, QueueFullError
-from tests.backend.conftest import Harness
+from flowprefill.tokenizer import Tokenizer
+from tests.backend.conftest import Harness, hold
+from tests.backend.fake_pb_utils import InferenceRequest
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,8 @@ def test_the_prompt_and_the_time_of_arrival_reach_the_engine(harness: Harness) -
 
 
 NOT_UTF8 = b"ok \xff"
+HUGE = b"{}" + b" " * 2**20
+TOO_BIG = ("sampling_parameters", "at most 1048576 bytes")
 BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] = [
     ({"text_input": ""}, {}, "INVALID_ARG", ("text_input", "''")),
     ({"text_input": NOT_UTF8}, {}, "INVALID_ARG", ("text_input", "UTF-8", "byte 3")),
@@ -93,6 +98,11 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] 
         ("When streaming, `exclude_input_in_output` = False is not allowed.",),
     ),
     ({"text_input": "a", "image": "aGk="}, {}, "UNSUPPORTED", ("image", "4 bytes")),
+    ({"text_input": "a", "sampling_parameters": '{"\\ud800": 1}'}, {}, "INVALID_ARG", (r"\ud800",)),
+    ({"text_input": "a"}, {"stop": "\ud800"}, "INVALID_ARG", (r"stop='\ud800'",)),
+    ({"text_input": "a", "sampling_parameters": HUGE}, {}, "INVALID_ARG", TOO_BIG),
+    ({"text_input": "a", "sampling_parameters": b'"cancel_id"' + HUGE}, {}, "INVALID_ARG", TOO_BIG),
+    ({"text_input": "a"}, {"x": "y" * 2**20}, "INVALID_ARG", ("request parameters", "1048576")),
     ({"text_input": "a", "embedding_request": "{}"}, {}, "UNSUPPORTED", ("embedding_request",)),
     ({"text_input": "a"}, {"n": 2}, "UNSUPPORTED", ("n=2",)),
     ({"text_input": "a", "sampling_parameters": '{"best_of": "3"}'}, {}, "UNSUPPORTED", ("best",)),
@@ -116,6 +126,93 @@ def test_a_bad_request_gets_one_error_that_says_what_is_wrong(
     assert response.error.message.startswith("Error generating stream: ")
     assert [word for word in words if word not in response.error.message] == []
     assert response.text() == "N/A"
+    assert harness.engine.submitted == {}
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [FlowPrefillError("\ud800"), FlowPrefillError("x" * 2**20), ValueError("\ud800" * 2**20)],
+)
+def test_any_error_reaches_the_client_in_at_most_1000_characters(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise raised
+
+    monkeypatch.setattr(harness.engine, "submit", fail)
+    error = harness.send({"text_input": "a"}).error
+    assert error is not None and error.code == "INTERNAL"
+    assert len(error.message) <= 1000
+
+
+def test_an_id_that_is_no_text_is_answered_like_any_bad_input(harness: Harness) -> None:
+    request = InferenceRequest({"text_input": "a"}, request_id=b"\xff")
+    harness.instance.execute([request])
+    assert request.sender.error is not None and "UnicodeDecodeError" in request.sender.error.message
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"text_input": "x" * 10_000},
+        {"text_input": "a", "sampling_parameters": HUGE},
+        {"text_input": "a", "image": "x" * 10_000},
+    ],
+)
+def test_what_is_too_big_is_refused_before_it_waits_for_a_parser(
+    harness: Harness, inputs: dict[str, Any]
+) -> None:
+    gates = [hold(harness.instance._short_parser), hold(harness.instance._long_parser)]
+    assert harness.send(inputs).error is not None
+    for gate in gates:
+        gate.set()
+
+
+LONG = {"text_input": "a", "sampling_parameters": "{}" + " " * 2**15}
+
+
+def test_short_and_long_requests_do_not_wait_for_each_other(harness: Harness) -> None:
+    gate = hold(harness.instance._long_parser)
+    harness.send(LONG)
+    harness.send({"text_input": "b"})
+    harness.engine.wait_submitted(1)
+    gate.set()
+    harness.engine.wait_submitted(2)
+    gate = hold(harness.instance._short_parser)
+    harness.send({"text_input": "b"})
+    harness.send(LONG)
+    harness.engine.wait_submitted(3)
+    gate.set()
+    harness.engine.wait_submitted(4)
+    assert list(harness.engine.submitted) == [2, 1, 4, 3]
+
+
+def test_a_full_parser_refuses_and_leaves_nothing_behind(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowprefill_backend.instance.MAX_WAITING", 1)
+    harness = Harness(tokenizer)
+    gate = hold(harness.instance._short_parser)
+    taken = harness.send({"text_input": "a"})
+    refused = harness.send({"text_input": "a"})
+    assert refused.error is not None and refused.error.code == "UNAVAILABLE"
+    assert "1 requests" in refused.error.message
+    gate.set()
+    harness.engine.wait_submitted()
+    assert [live.req_id for live in harness.instance._live.all()] == [1]
+    harness.instance.close()
+    taken.wait_final()
+
+
+def test_a_request_that_waited_too_long_for_its_parser_is_unavailable(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, queue_timeout_ms=1)
+    gate = hold(harness.instance._short_parser)
+    sender = harness.send({"text_input": "a"})
+    threading.Event().wait(0.01)  # ten times what it may wait
+    gate.set()
+    assert sender.error is not None and sender.error.code == "UNAVAILABLE"
+    assert "queue_timeout_ms=1" in sender.error.message
+    harness.instance.close()
     assert harness.engine.submitted == {}
 
 
