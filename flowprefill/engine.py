@@ -427,8 +427,6 @@ class Engine:
     def _emit(self, req_id: int, sampled: Sampled, now_s: float) -> bool:
         """Send one token. True if the request ended with it."""
         if sampled.error:
-            # Attention reads what others left in a block and masks it; times 0, NaN stays NaN.
-            self._model.cache.clear(self._scheduler.block_ids(req_id))
             self._fail(req_id, "INTERNAL", sampled.error)
             return True
         state = self._live[req_id].sampling

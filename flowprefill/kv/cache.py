@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -44,9 +42,3 @@ class KVCache:
         """
         for cache, rows in ((self.k, k), (self.v, v)):
             cache[layer].flatten(0, 1).index_copy_(0, slots, rows.to(cache.dtype))
-
-    def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero all layers of these blocks."""
-        ids = torch.tensor(block_ids, device=self.k.device)
-        self.k[:, ids] = 0
-        self.v[:, ids] = 0

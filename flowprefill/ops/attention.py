@@ -66,7 +66,10 @@ def paged_attention(
         scores = _products(grouped[rows], k, q.dtype)
         if end > first[active - 1] + 1:
             _mask_future(scores, first[:active], num_rows, num_heads // kv_heads, start)
-        new_maximum = torch.maximum(maximum[rows], scores.amax(-1, keepdim=True))
+            v = _without_unwritten(v, first[:active], num_rows, start)
+        # A whole number: exp2 of their differences is exact, in vector code and in the scalar code
+        # that torch uses for the last elements of a tensor, whose other results differ.
+        new_maximum = torch.maximum(maximum[rows], scores.amax(-1, keepdim=True).ceil_())
         probs = scores.sub_(new_maximum).exp2_()
         decay = torch.exp2(maximum[rows] - new_maximum)
         total[rows] = total[rows] * decay + probs.sum(-1, keepdim=True)
@@ -106,7 +109,7 @@ def _gather(cache: Tensor, tables: Sequence[BlockTable], start: int, end: int) -
     tile = tile.reshape(len(tables), -1, kv_heads, head_dim)[:, start % block_size :]
     tile = tile[:, : end - start].transpose(1, 2)
     # Contiguous: oneDNN falls back to a reference loop for a strided weight, 1,000 times slower.
-    tile = tile.to(torch.float32, memory_format=torch.contiguous_format)
+    tile = tile.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     return tile.view(-1, end - start, head_dim)
 
 
@@ -124,6 +127,15 @@ def _mask_future(
     hidden = keys > last_key.unsqueeze(-1)  # [seqs, rows, keys]
     per_head = scores.view(len(first), -1, *scores.shape[1:])
     per_head.masked_fill_(hidden.unsqueeze(1), -math.inf)
+
+
+def _without_unwritten(v: Tensor, first: Sequence[int], num_rows: int, start: int) -> Tensor:
+    """V with zeros where a sequence has no tokens yet: what others left there may be NaN."""
+    width = v.shape[1]
+    ends = torch.tensor(first, device=v.device) + (num_rows - start)
+    is_unwritten = torch.arange(width, device=v.device) >= ends.unsqueeze(1)  # [seqs, keys]
+    per_head = is_unwritten.repeat_interleave(v.shape[0] // len(first), dim=0)
+    return v.masked_fill(per_head.unsqueeze(-1), 0.0)
 
 
 def _products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
