@@ -198,8 +198,10 @@ class InferenceRequest:
         parameters: dict[str, Any] | None = None,
         request_id: str | bytes = "",
         sender: ResponseSender | None = None,
+        timeout_us: int = 0,
     ) -> None:
         self.sender = sender or ResponseSender()
+        self._timeout_us = timeout_us
         self._inputs = [Tensor(name, to_array(value)) for name, value in inputs.items()]
         self._parameters = json.dumps(parameters or {})
         self._request_id = request_id
@@ -213,6 +215,9 @@ class InferenceRequest:
     def request_id(self) -> str:
         """HTTP clients may send bytes that are no text."""
         return self._request_id if isinstance(self._request_id, str) else self._request_id.decode()
+
+    def timeout(self) -> int:
+        return self._timeout_us
 
     def get_response_sender(self) -> ResponseSender:
         return self.sender

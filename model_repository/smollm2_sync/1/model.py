@@ -7,6 +7,7 @@ of its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -23,8 +24,13 @@ import triton_python_backend_utils as pb_utils
 
 NUM_WAITERS = 64
 """Requests under way at most; more wait here. A waiter is a thread that sleeps in a call."""
+MAX_LIVE = 1_000
+"""Requests under way and waiting at most; more are UNAVAILABLE."""
 POLL_S = 0.1
-"""How often a departure or a timeout is looked for."""
+"""How often a departure or a timeout is looked for, as far as MAX_POLLS_PER_S allows."""
+MAX_POLLS_PER_S = 2_000
+"""One poll costs the server's only service thread about 24 us, so this is 5% of it at most."""
+MAX_ERROR_CHARS = 1_000
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -41,6 +47,10 @@ class Call:
     deadline_s: float | None
     reason: Any = None
     """TritonError that explains why the call was cancelled from here."""
+    is_asked: bool = False
+    """It is, or was, at the decoupled model."""
+    is_cancelled: bool = False
+    """The decoupled model has confirmed that it cancelled it."""
     is_closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -70,19 +80,33 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Hand over; the answer goes through the response sender."""
         for request in requests:
-            timeout_s = request.timeout() / 1e6
-            call = Call(
-                sender=request.get_response_sender(),
-                target_id=f"{self._prefix}-{next(self._serials)}",
-                # Copies: the server frees the request's memory when this method returns.
-                inputs=[copy_tensor(tensor) for tensor in request.inputs()],
-                parameters=json.loads(request.parameters() or "{}"),
-                deadline_s=time.monotonic() + timeout_s if timeout_s else None,
-            )
-            with self._is_live:
-                self._live[call.target_id] = call
-                self._is_live.notify()
-            self._waiting.put(call)
+            sender = request.get_response_sender()
+            try:
+                error = self._accept(request, sender)
+            except Exception as exception:  # whatever it is, this client must hear of it
+                error = make_error(str(exception))
+            if error is not None:
+                answer(sender, [], error)
+
+    def _accept(self, request: Any, sender: Any) -> Any:
+        """Hand one request over. Returns the error of one that is refused."""
+        timeout_s = request.timeout() / 1e6
+        call = Call(
+            sender=sender,
+            target_id=f"{self._prefix}-{next(self._serials)}",
+            # Copies: the server frees the request's memory when execute() returns.
+            inputs=[copy_tensor(tensor) for tensor in request.inputs()],
+            parameters=json.loads(request.parameters() or "{}"),
+            deadline_s=time.monotonic() + timeout_s if timeout_s else None,
+        )
+        with self._is_live:
+            if len(self._live) >= MAX_LIVE:
+                text = f"{len(self._live)} requests are under way, the most that are taken"
+                return make_error(text, pb_utils.TritonError.UNAVAILABLE)
+            self._live[call.target_id] = call
+            self._is_live.notify()
+        self._waiting.put(call)
+        return None
 
     def finalize(self) -> None:
         with self._is_live:
@@ -99,17 +123,18 @@ class TritonPythonModel:
             if call is None:
                 return
             try:
+                # Before the look at the reason: whoever gives one later finds the call asked.
+                call.is_asked = True
                 tensors, error = ([], call.reason) if call.reason else self._ask(call)
                 # A cancelled call may return part of the text; the client asked for all of it.
                 error = call.reason or error
             except Exception as exception:  # whatever it is, this client must hear of it
-                tensors, error = [], pb_utils.TritonError(str(exception))
+                tensors, error = [], make_error(str(exception))
             with self._is_live:
                 self._live.pop(call.target_id, None)
             with call.lock:
                 call.is_closed = True
-            response = pb_utils.InferenceResponse(output_tensors=tensors, error=error)
-            call.sender.send(response, flags=FINAL)
+            answer(call.sender, tensors, error)
 
     def _ask(self, call: Call) -> tuple[list[Any], Any]:
         """Call the decoupled model. Returns its tensors and its error; one of them is empty."""
@@ -118,7 +143,7 @@ class TritonPythonModel:
                 return [], restore_code(response.error().message())
             if response.output_tensors():
                 return [copy_tensor(tensor) for tensor in response.output_tensors()], None
-        return [], pb_utils.TritonError(f"{self._target} gave no answer")
+        return [], make_error(f"{self._target} gave no answer")
 
     def _request(self, request_id: str, inputs: list[Any], parameters: dict[str, Any]) -> list[Any]:
         request = pb_utils.InferenceRequest(
@@ -135,26 +160,32 @@ class TritonPythonModel:
         return list(request.exec(decoupled=True))
 
     def _watch(self) -> None:
-        """Cancel what nobody waits for any more; sleeps while nothing is under way."""
+        """Cancel what nobody waits for any more; sleeps while nothing is under way.
+
+        A cancel that comes before the decoupled model knows the request is repeated.
+        """
         while True:
             with self._is_live:
                 self._is_live.wait_for(lambda: self._is_closing or self._live)
-                self._is_live.wait_for(lambda: self._is_closing, timeout=POLL_S)
+                pause_s = max(POLL_S, len(self._live) / MAX_POLLS_PER_S)
+                self._is_live.wait_for(lambda: self._is_closing, timeout=pause_s)
                 if self._is_closing:
                     return
                 calls = list(self._live.values())
             for call in calls:
-                if call.reason is None:
-                    call.reason = find_reason(call)
-                    if call.reason is not None:
-                        self._cancel(call)
+                try:
+                    call.reason = call.reason or find_reason(call)
+                    if call.reason and call.is_asked and not call.is_cancelled:
+                        call.is_cancelled = self._cancel(call)
+                except Exception as error:  # the others must still be looked after
+                    warn(f"cannot cancel a request of {self._target}: {error}")
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: Call) -> bool:
+        """Returns False if the decoupled model does not know the request yet, or any more."""
         text = pb_utils.Tensor("text_input", np.array([b""], dtype=np.object_))
-        try:
-            self._request("", [text], {"cancel_id": call.target_id})
-        except Exception as error:  # the call itself fails as well, and tells its client
-            pb_utils.Logger.log_warn(f"cannot cancel a request of {self._target}: {error}")
+        replies = self._request("", [text], {"cancel_id": call.target_id})
+        texts = [tensor.as_numpy()[0] for reply in replies for tensor in reply.output_tensors()]
+        return b"cancelled" in texts
 
 
 def find_reason(call: Call) -> Any:
@@ -168,13 +199,41 @@ def find_reason(call: Call) -> Any:
     return None
 
 
+def answer(sender: Any, tensors: list[Any], error: Any) -> None:
+    """Send the one response of a request."""
+    try:
+        response = pb_utils.InferenceResponse(output_tensors=tensors, error=error)
+        sender.send(response, flags=FINAL)
+    except Exception as exception:  # such as no memory for a long text; an error needs little
+        with contextlib.suppress(Exception):
+            error = make_error("the answer cannot be sent")
+            sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), flags=FINAL)
+        warn(f"an answer cannot be sent: {exception}")
+
+
+def warn(text: str) -> None:
+    """Log what has no other effect, even if it cannot be logged."""
+    with contextlib.suppress(Exception):
+        pb_utils.Logger.log_warn(shorten(text))
+
+
+def make_error(text: str, code: Any = pb_utils.TritonError.INTERNAL) -> Any:
+    """A TritonError whose text the server takes, whatever it says."""
+    return pb_utils.TritonError(shorten(text), code)
+
+
+def shorten(text: str) -> str:
+    """The beginning of `text`; what UTF-8 cannot hold becomes "?"."""
+    return text[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode()
+
+
 def restore_code(message: str) -> Any:
     """The error behind "[CODE] text": a call between models passes on nothing but the text."""
     match = re.match(r"\[([A-Z_]+)\] ", message)
     code = getattr(pb_utils.TritonError, match[1], None) if match else None
     if match is None or code is None:
-        return pb_utils.TritonError(message)
-    return pb_utils.TritonError(message[match.end() :], code)
+        return make_error(message)
+    return make_error(message[match.end() :], code)
 
 
 def copy_tensor(tensor: Any) -> Any:
