@@ -217,9 +217,11 @@ def warn(text: str) -> None:
         pb_utils.Logger.log_warn(shorten(text))
 
 
-def make_error(text: str, code: Any = pb_utils.TritonError.INTERNAL) -> Any:
-    """A TritonError whose text the server takes, whatever it says."""
-    return pb_utils.TritonError(shorten(text), code)
+def make_error(text: str, code: Any = None) -> Any:
+    """A TritonError, INTERNAL by default, whose text the server takes, whatever it says."""
+    return pb_utils.TritonError(
+        shorten(text), pb_utils.TritonError.INTERNAL if code is None else code
+    )
 
 
 def shorten(text: str) -> str:
