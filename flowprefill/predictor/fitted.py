@@ -75,7 +75,7 @@ class FittedPredictor:
 
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
         mean = num_context_tokens // max(num_seqs, 1)
-        return self._pass_s(plan_decode([mean] * num_seqs)) if num_seqs else 0.0
+        return self._pass_s(plan_decode([mean] * num_seqs, self._limits)) if num_seqs else 0.0
 
     def observe(self, busy_s: float, predicted_s: float) -> None:
         """Take in one measured stretch of slices and what slice_s had predicted for it."""

@@ -70,7 +70,8 @@ class DecoderProgram:
     def decode(self, inputs: Sequence[SequenceInput]) -> DecoderState:
         """Start a decode step: one token of each sequence."""
         spans = [Span(i.start, i.start + 1) for i in inputs]
-        return DecoderState(self, inputs, [(spans, plan_decode([s.end for s in spans]))])
+        plan = plan_decode([s.end for s in spans], self.limits)
+        return DecoderState(self, inputs, [(spans, plan)])
 
 
 class _Layer:
@@ -148,8 +149,10 @@ class DecoderState:
             self._run_attention(piece)
         elif piece.group is Group.MLP:
             self._run_mlp(piece)
-        else:
+        elif piece.group is Group.HEAD:
             self._run_head()
+        else:
+            self._run_logits(self._hidden)
         return self._advance(piece)
 
     def _slices(self) -> tuple[Slice, ...]:
@@ -225,7 +228,7 @@ class DecoderState:
     def _run_attention(self, piece: Slice) -> None:
         q = self._queries(piece.start, piece.end)
         if piece.sequence is None:
-            q.copy_(self._attend_one_row_each(q))
+            q.copy_(self._attend_one_row_each(q, range(piece.start, piece.end)))
         else:
             q.copy_(self._attend(q.unsqueeze(0), [piece.sequence], [piece.position])[0])
 
@@ -241,12 +244,14 @@ class DecoderState:
         )
         return out.view(q.shape)
 
-    def _attend_one_row_each(self, q: Tensor) -> Tensor:
-        """Row i is the last token of this pass of sequence i. q: [seqs, q_size]."""
-        positions = [s.end - 1 for s in self._passes[self._pass][0]]
-        order = sorted(range(len(positions)), key=lambda i: -positions[i])
+    def _attend_one_row_each(self, q: Tensor, sequences: range) -> Tensor:
+        """q: [len(sequences), q_size], of the last token of this pass of each sequence."""
+        spans, _ = self._passes[self._pass]
+        order = sorted(sequences, key=lambda i: -spans[i].end)
+        rows = [i - sequences.start for i in order]
         out = torch.empty_like(q)
-        out[order] = self._attend(q[order].unsqueeze(1), order, [positions[i] for i in order])[:, 0]
+        last = [spans[i].end - 1 for i in order]
+        out[rows] = self._attend(q[rows].unsqueeze(1), order, last)[:, 0]
         return out
 
     def _run_mlp(self, piece: Slice) -> None:
@@ -269,7 +274,10 @@ class DecoderState:
         last = lengths.cumsum(0) - 1
         hidden = self._hidden[last]
         q = self._project(hidden, self._positions[last], self._slots[last])
-        attended = self._attend_one_row_each(q)
-        hidden = self._finish_layer(hidden, attended)
+        attended = self._attend_one_row_each(q, range(len(spans)))
+        self._run_logits(self._finish_layer(hidden, attended))
+
+    def _run_logits(self, hidden: Tensor) -> None:
+        """hidden: [seqs, hidden], behind the last layer."""
         normed = rmsnorm(hidden, self._program.norm, self._program.spec.rms_norm_eps)
         self._logits = self._program.lm_head(normed).float()

@@ -15,6 +15,8 @@ from flowprefill.granularity import Granularity
 from flowprefill.programs.model_spec import ModelSpec
 
 MAX_TILE_ROWS = 8192
+MIN_PRODUCT_ROWS = 16
+"""Rows for which attention of a single row costs (ops/attention.py pads to them)."""
 
 
 class Group(enum.Enum):
@@ -23,7 +25,8 @@ class Group(enum.Enum):
     QKV = "qkv"  # norm, qkv projection, rope, K and V into the cache
     ATTENTION = "attention"
     MLP = "mlp"  # output projection, residual, norm, gated MLP, residual
-    HEAD = "head"  # the last layer and the logits, for the last row of each sequence
+    HEAD = "head"  # of a prefill: the last layer and the logits, for each sequence's last row
+    LOGITS = "logits"  # of a decode step
 
 
 @dataclass(frozen=True)
@@ -116,20 +119,28 @@ def plan_prefill(
     return PassPlan(_mark(layer, granularity), _mark(last, granularity))
 
 
-def plan_decode(contexts: Sequence[int]) -> PassPlan:
+def plan_decode(contexts: Sequence[int], limits: SliceLimits) -> PassPlan:
     """Slices of one decode step, one row for each sequence.
 
     contexts: tokens of each sequence in the cache, the new one included. A step may be left after
-    each layer, whatever the granularity of prefills.
+    each slice, whatever the granularity of prefills.
     """
-    num_rows, num_keys = len(contexts), sum(contexts)
-    rows = Slice(Group.QKV, 0, num_rows)
-    layer = (
-        rows,
-        replace(rows, group=Group.ATTENTION, num_keys=num_keys),
-        replace(rows, group=Group.MLP, is_boundary=True),
-    )
-    return PassPlan(layer, (replace(rows, group=Group.HEAD, num_keys=num_keys),))
+    rows = Slice(Group.QKV, 0, len(contexts), is_boundary=True)
+    layer = (rows, *_decode_attention_parts(contexts, limits), replace(rows, group=Group.MLP))
+    return PassPlan(layer, (*layer, replace(rows, group=Group.LOGITS)))
+
+
+def _decode_attention_parts(contexts: Sequence[int], limits: SliceLimits) -> list[Slice]:
+    """Cut the sequences so that the keys of one slice stay within limits; one sequence at least."""
+    max_keys = limits.attention_work // MIN_PRODUCT_ROWS
+    parts = [Slice(Group.ATTENTION, 0, 0, is_boundary=True)]
+    for row, num_keys in enumerate(contexts):
+        last = parts[-1]
+        if last.num_rows and last.num_keys + num_keys > max_keys:
+            parts.append(replace(last, start=row, end=row + 1, num_keys=num_keys))
+        else:
+            parts[-1] = replace(last, end=row + 1, num_keys=last.num_keys + num_keys)
+    return parts
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ MAX_LEN = 384
 BLOCK_BYTES = 2 * 3 * 16 * 32 * 2  # K and V, layers, tokens, kv heads x head_dim, bf16
 EOS_ID = TINY_VOCAB_SIZE - 1
 PREFILL_SLICES = 8  # of a short prompt, by tile: three of two layers, QKV and head of the last
-STEP_SLICES = 7
+STEP_SLICES = 10  # three of each layer, then the logits
 MID_PREFILL = 3
 
 

@@ -19,6 +19,7 @@ TRUTH = {
     "mlp": (60e-6, 8e-6, 0.0),
     "head": (3e-3, 0.0, 0.2e-6),
     "decode_attention": (100e-6, 5e-6, 0.5e-6),
+    "logits": (1e-3, 0.2e-3, 0.0),
 }
 """Seconds per constant, row, and key."""
 NUM_LAYERS = 4
@@ -28,6 +29,7 @@ def all_shapes() -> Iterator[Slice]:
     for rows in (1, 3, 16, 40, 64, 200):
         yield Slice(Group.QKV, 0, rows)
         yield Slice(Group.MLP, 0, rows)
+        yield Slice(Group.LOGITS, 0, rows)
         for keys in (rows, 500, 1500, 5000):
             yield Slice(Group.ATTENTION, 0, rows, sequence=0, num_keys=keys)
             yield Slice(Group.ATTENTION, 0, rows, num_keys=keys * rows)
@@ -151,8 +153,8 @@ class TestPasses:
             Slice(Group.ATTENTION, 0, 3, num_keys=900),
             Slice(Group.MLP, 0, 3),
         ]
-        head = Slice(Group.HEAD, 0, 3, num_keys=900)
-        expected = (NUM_LAYERS - 1) * sum(map(true_s, layer)) + true_s(head)
+        logits = Slice(Group.LOGITS, 0, 3)
+        expected = NUM_LAYERS * sum(map(true_s, layer)) + true_s(logits)
         assert make_predictor().decode_step_s(3, 900) == pytest.approx(expected)
 
     def test_a_decode_step_of_nobody_takes_no_time(self) -> None:
@@ -171,7 +173,7 @@ class TestPasses:
         assert 0 < predictor.prefill_s(length, cached) < predictor.prefill_s(length, fewer)
 
     def test_a_model_of_one_layer_is_its_last_layer_alone(self) -> None:
-        without = {kind: TRUTH[kind] for kind in ("qkv", "head")}  # all that its passes ran
+        without = {kind: TRUTH[kind] for kind in TRUTH if kind != "attention"}  # it runs none
         predictor = FittedPredictor(without, 1, LIMITS)
         qkv, head = Slice(Group.QKV, 0, 64), Slice(Group.HEAD, 0, 64, num_keys=64)
         assert predictor.prefill_s(64) == pytest.approx(true_s(qkv) + true_s(head))

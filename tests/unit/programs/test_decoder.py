@@ -157,13 +157,13 @@ class TestBoundaries:
     def test_chunk_is_left_between_chunks(self, llama: Runner, size: int, count: int) -> None:
         assert sum(self.answers(llama, f"chunk:{size}")) == count
 
-    def test_decode_step_is_left_after_each_layer_but_the_last(self, llama: Runner) -> None:
+    def test_decode_step_is_left_after_each_slice_but_the_last(self, llama: Runner) -> None:
         llama.prefill(random_tokens(10), WHOLE)
         state = llama.program.decode([llama.input([1], 10)])
         answers = []
         while not state.is_done:
             answers.append(state.run_slice())
-        assert answers == [False, False, True, False, False, True, False]
+        assert answers == [True] * 9 + [False]  # three of each layer, then the logits
 
 
 class TestRemaining:
@@ -172,7 +172,9 @@ class TestRemaining:
     @staticmethod
     def cost(piece: Slice) -> float:
         # exact in binary, different for each group
-        weight = {Group.QKV: 1, Group.ATTENTION: 2, Group.MLP: 4, Group.HEAD: 8}[piece.group]
+        weight = {Group.QKV: 1, Group.ATTENTION: 2, Group.MLP: 4, Group.HEAD: 8, Group.LOGITS: 16}[
+            piece.group
+        ]
         return weight + piece.num_rows / 2 + piece.num_keys / 4
 
     @pytest.mark.parametrize("granularity", ["whole", *GRANULARITIES])

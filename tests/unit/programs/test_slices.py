@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowprefill.granularity import Granularity
+from flowprefill.ops import attention
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.slices import (
     MAX_TILE_ROWS,
+    MIN_PRODUCT_ROWS,
     Group,
     PassPlan,
     Slice,
@@ -243,16 +245,28 @@ class TestBoundaries:
 class TestDecode:
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_step_has_one_row_for_each_sequence(self, contexts) -> None:
-        plan = plan_decode(contexts)
-        assert [s.group for s in plan.layer] == [Group.QKV, Group.ATTENTION, Group.MLP]
-        (head,) = plan.last_layer
-        assert head.group is Group.HEAD
-        assert {(s.start, s.end) for s in (*plan.layer, head)} == {(0, len(contexts))}
-        assert plan.layer[1].num_keys == head.num_keys == sum(contexts)
-        assert plan.layer[1].sequence is None
+        plan = plan_decode(contexts, LIMITS)
+        qkv, *attention, mlp = plan.layer
+        *last, logits = plan.last_layer
+        assert [s.group for s in (qkv, mlp, logits)] == [Group.QKV, Group.MLP, Group.LOGITS]
+        assert {(s.start, s.end) for s in (qkv, mlp, logits)} == {(0, len(contexts))}
+        assert last == list(plan.layer)
+        assert [row for s in attention for row in range(s.start, s.end)] == [*range(len(contexts))]
+        assert sum(s.num_keys for s in attention) == sum(contexts)
+        assert {(s.group, s.sequence) for s in attention} == {(Group.ATTENTION, None)}
 
-    def test_step_may_be_left_after_each_layer(self) -> None:
-        assert [s.is_boundary for s in plan_decode([5, 7]).layer] == [False, False, True]
+    @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
+    def test_attention_of_a_step_is_cut_at_the_work_of_a_slice(self, contexts) -> None:
+        parts = groups(plan_decode(contexts, LIMITS).layer, Group.ATTENTION)
+        work = LIMITS.attention_work
+        assert all(s.num_rows == 1 or s.num_keys * MIN_PRODUCT_ROWS <= work for s in parts)
+
+    def test_a_lone_row_costs_what_attention_pads_it_to(self) -> None:
+        assert MIN_PRODUCT_ROWS == attention._MIN_ROWS
+
+    def test_step_may_be_left_after_each_slice(self) -> None:
+        plan = plan_decode([5, 7], LIMITS)
+        assert all(s.is_boundary for s in plan.layer + plan.last_layer)
 
 
 class TestLimits:
