@@ -20,6 +20,8 @@ from flowprefill.kv.cache import MAX_KEY_TILE
 
 _FIRST_EDGES = (0, 128, 512, 1024)
 """Narrow tiles first, so that a short context does not pay for a wide one; all block-aligned."""
+_GRAIN, _VECTOR = 32768, 32
+"""Elements of a thread's smallest share of an element-wise operator, and of its unrolled loop."""
 _MIN_ROWS = 16
 """Rows of a product below which some kernels switch to code with other rounding (docs/log.md)."""
 
@@ -70,7 +72,7 @@ def paged_attention(
         # A whole number: exp2 of their differences is exact, in vector code and in the scalar code
         # that torch uses for the last elements of a tensor, whose other results differ.
         new_maximum = torch.maximum(maximum[rows], scores.amax(-1, keepdim=True).ceil_())
-        probs = scores.sub_(new_maximum).exp2_()
+        probs = _exp2_in_vectors(scores.sub_(new_maximum))
         decay = torch.exp2(maximum[rows] - new_maximum)
         total[rows] = total[rows] * decay + probs.sum(-1, keepdim=True)
         out[rows] = out[rows] * decay + _products(probs, v.transpose(1, 2), q.dtype)
@@ -127,6 +129,20 @@ def _mask_future(
     hidden = keys > last_key.unsqueeze(-1)  # [seqs, rows, keys]
     per_head = scores.view(len(first), -1, *scores.shape[1:])
     per_head.masked_fill_(hidden.unsqueeze(1), -math.inf)
+
+
+def _exp2_in_vectors(x: Tensor) -> Tensor:
+    """x.exp2_() without the scalar code that torch uses at the end of each thread's share.
+
+    x: contiguous, its size a multiple of _VECTOR. torch gives each thread an equal share of at least
+    _GRAIN elements; the pieces here are cut so that every share is whole vectors.
+    """
+    rest = x.view(-1)
+    for step in (torch.get_num_threads() * _GRAIN, _GRAIN, _VECTOR):
+        count = rest.numel() // step * step
+        rest[:count].exp2_()
+        rest = rest[count:]
+    return x
 
 
 def _without_unwritten(v: Tensor, first: Sequence[int], num_rows: int, start: int) -> Tensor:

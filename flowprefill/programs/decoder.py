@@ -127,6 +127,8 @@ class DecoderState:
 
     def remaining_s(self, cost: SliceCost) -> float:
         """Sum over the slices still to run; later layers repeat the plan of this one."""
+        if self.is_done:
+            return 0.0
         total = sum(cost(s) for s in self._slices()[self._index :])
         num_layers = self._program.spec.num_layers
         layers_between = max(0, num_layers - 2 - self._layer)
