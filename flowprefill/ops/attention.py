@@ -134,8 +134,8 @@ def _mask_future(
 def _exp2_in_vectors(x: Tensor) -> Tensor:
     """x.exp2_() without the scalar code that torch uses at the end of each thread's share.
 
-    x: contiguous, its size a multiple of _VECTOR. torch gives each thread an equal share of at least
-    _GRAIN elements; the pieces here are cut so that every share is whole vectors.
+    x: contiguous, its size a multiple of _VECTOR. torch gives each thread an equal share of at
+    least _GRAIN elements; the pieces here are cut so that every share is whole vectors.
     """
     rest = x.view(-1)
     for step in (torch.get_num_threads() * _GRAIN, _GRAIN, _VECTOR):
