@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
-from flowprefill_client.answer import Completion, Delta, Recorder
+from flowprefill_client.answer import Completion, Delta, Exchange
 from flowprefill_client.errors import ServerError
 from flowprefill_client.messages import (
     CHANNEL_OPTIONS,
@@ -25,7 +25,7 @@ from flowprefill_client.messages import (
 )
 
 
-class AsyncStream:
+class AsyncStream(Exchange):
     """One answer in the making: an async iterator of Delta.
 
     As an async context manager it cancels the request when the block is left before the answer is
@@ -33,16 +33,8 @@ class AsyncStream:
     """
 
     def __init__(self, call: Any, request_id: str) -> None:
-        self._call = call
+        super().__init__(call, request_id)
         self._messages = call.__aiter__()
-        self._recorder = Recorder(request_id)
-        self._is_cancelled = False
-        self._is_over = False  # the last message was received
-
-    @property
-    def request_id(self) -> str:
-        """What AsyncClient.cancel takes."""
-        return self._recorder.request_id
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -70,17 +62,6 @@ class AsyncStream:
                 async for _ in self._messages:
                     pass
             raise
-
-    def cancel(self) -> None:
-        """Tell the server to drop the request; the iteration ends."""
-        if self._recorder.finish_reason is None and not self._is_over:
-            self._is_cancelled = True
-            self._recorder.finish_reason = "cancelled"
-            self._call.cancel()
-
-    def completion(self) -> Completion:
-        """What was received so far."""
-        return self._recorder.completion()
 
     async def __aenter__(self) -> AsyncStream:
         return self

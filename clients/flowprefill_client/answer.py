@@ -85,3 +85,33 @@ class Recorder:
             ttft_s=times[0] if times else None,
             delta_times_s=times,
         )
+
+
+class Exchange:
+    """A request and what came back so far: what the streams of both clients share."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        """call: the gRPC call of ModelStreamInfer, blocking or asyncio."""
+        self._call = call
+        self._recorder = Recorder(request_id)
+        self._is_cancelled = False
+        self._is_over = False  # the last message was received
+
+    @property
+    def request_id(self) -> str:
+        """What the client's cancel() takes."""
+        return self._recorder.request_id
+
+    def cancel(self) -> None:
+        """Tell the server to drop the request; the iteration ends. From any thread, at any time.
+
+        An AsyncStream belongs to its event loop; cancel it there.
+        """
+        if self._recorder.finish_reason is None and not self._is_over:
+            self._is_cancelled = True
+            self._recorder.finish_reason = "cancelled"
+            self._call.cancel()
+
+    def completion(self) -> Completion:
+        """What was received so far."""
+        return self._recorder.completion()

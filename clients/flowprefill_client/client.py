@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2_grpc
 
-from flowprefill_client.answer import Completion, Delta, Recorder
+from flowprefill_client.answer import Completion, Delta, Exchange
 from flowprefill_client.errors import ServerError
 from flowprefill_client.messages import (
     CHANNEL_OPTIONS,
@@ -23,22 +23,11 @@ from flowprefill_client.messages import (
 )
 
 
-class Stream:
+class Stream(Exchange):
     """One answer in the making: an iterator of Delta.
 
     As a context manager it cancels the request when the block is left before the answer is whole.
     """
-
-    def __init__(self, call: Any, request_id: str) -> None:
-        self._call = call
-        self._recorder = Recorder(request_id)
-        self._is_cancelled = False
-        self._is_over = False  # the last message was received
-
-    @property
-    def request_id(self) -> str:
-        """What Client.cancel takes."""
-        return self._recorder.request_id
 
     def __iter__(self) -> Iterator[Delta]:
         return self
@@ -64,17 +53,6 @@ class Stream:
                 for _ in self._call:
                     pass
             raise
-
-    def cancel(self) -> None:
-        """Tell the server to drop the request; the iteration ends. From any thread, at any time."""
-        if self._recorder.finish_reason is None and not self._is_over:
-            self._is_cancelled = True
-            self._recorder.finish_reason = "cancelled"
-            self._call.cancel()
-
-    def completion(self) -> Completion:
-        """What was received so far."""
-        return self._recorder.completion()
 
     def __enter__(self) -> Stream:
         return self

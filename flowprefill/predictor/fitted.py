@@ -86,8 +86,7 @@ class FittedPredictor:
         self.speed_factor += _SPEED_WEIGHT * (sample - self.speed_factor)
 
     def _pass_s(self, plan: PassPlan) -> float:
-        per_layer = sum(map(self.slice_s, plan.layer))
-        return (self._num_layers - 1) * per_layer + sum(map(self.slice_s, plan.last_layer))
+        return plan.total_s(self.slice_s, self._num_layers)
 
 
 def fit(samples: Iterable[tuple[Slice, float]]) -> dict[str, tuple[float, float, float]]:

@@ -1,7 +1,8 @@
 """The native program: a decoder of the Llama kind, in slices.
 
 DecoderProgram holds what all passes share; DecoderState is one pass. A parked pass holds its
-residual stream, the queries of the tile it stopped in, and its KV blocks, nothing else.
+residual stream, the queries of the tile it stopped in (in op order: of all rows), and its KV
+blocks, nothing else.
 """
 
 from __future__ import annotations
@@ -136,10 +137,8 @@ class DecoderState:
         total += layers_between * sum(cost(s) for s in plan.layer)
         if self._layer < num_layers - 1:
             total += sum(cost(s) for s in plan.last_layer)
-        for _, later in self._passes[self._pass + 1 :]:
-            total += (num_layers - 1) * sum(cost(s) for s in later.layer)
-            total += sum(cost(s) for s in later.last_layer)
-        return total
+        later = self._passes[self._pass + 1 :]
+        return total + sum(plan.total_s(cost, num_layers) for _, plan in later)
 
     @torch.inference_mode()
     def run_slice(self) -> bool:

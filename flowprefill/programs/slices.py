@@ -7,7 +7,7 @@ load nor calibration moves them, so a run that was parked does the same arithmet
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -65,10 +65,9 @@ class SliceLimits:
         spec: ModelSpec, max_slice_s: float, linear_flops: float, attention_flops: float
     ) -> SliceLimits:
         """From the class's rate (FLOP/s) in matrix products and in attention."""
-        q_dim = spec.num_heads * spec.head_dim
-        mlp_row = 2 * spec.hidden_size * (q_dim + 3 * spec.intermediate_size)
+        mlp_row = 2 * spec.hidden_size * (spec.q_size + 3 * spec.intermediate_size)
         rows = _floor_to(max_slice_s * linear_flops / mlp_row, 64, MAX_TILE_ROWS)
-        return SliceLimits(rows, int(max_slice_s * attention_flops / (4 * q_dim)))
+        return SliceLimits(rows, int(max_slice_s * attention_flops / (4 * spec.q_size)))
 
     def attention_rows(self, num_keys: int) -> int:
         """Query rows of an attention slice that reads up to num_keys keys."""
@@ -93,6 +92,10 @@ class PassPlan:
 
     layer: tuple[Slice, ...]
     last_layer: tuple[Slice, ...]
+
+    def total_s(self, cost: Callable[[Slice], float], num_layers: int) -> float:
+        """Seconds of the whole pass, by the seconds of a slice."""
+        return (num_layers - 1) * sum(map(cost, self.layer)) + sum(map(cost, self.last_layer))
 
 
 def plan_prefill(
