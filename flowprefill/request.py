@@ -39,12 +39,18 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class SLO:
-    """Service level objective of one request."""
+    """Service level objective of one request, and what its class says of it."""
 
     ttft_s: float
     """Objective for arrival to first token, seconds; in (0, 86,400]."""
     tbt_s: float
     """Objective for the gap between two tokens, seconds; in (0, 86,400]."""
+    name: str = ""
+    """Its SLO class; "" = none."""
+    rank: int = 0
+    """Among requests that can be on time, a higher one goes first."""
+    weight: float = 1.0
+    """Worth of being on time, beside that of other requests; > 0."""
 
     def __post_init__(self) -> None:
         for name, value in (("ttft_slo_ms", self.ttft_s), ("tbt_slo_ms", self.tbt_s)):
@@ -64,6 +70,8 @@ class Request:
     slo: SLO
     arrival_s: float
     """CLOCK_MONOTONIC seconds at which the server handed the request over."""
+    tenant: str = ""
+    """Who is charged for its tokens under fair share."""
 
     @property
     def deadline_s(self) -> float:
@@ -73,7 +81,7 @@ class Request:
     def to_wire(self) -> dict[str, Any]:
         wire = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         wire["sampling"] = self.sampling.to_wire()
-        wire["slo"] = [self.slo.ttft_s, self.slo.tbt_s]
+        wire["slo"] = dataclasses.astuple(self.slo)
         return wire
 
     @staticmethod

@@ -2,11 +2,16 @@ import json
 import math
 from pathlib import Path
 
+import msgpack
 import pytest
 
-from flowprefill.config import IGNORED_KEYS, POLICIES, EngineConfig
-from flowprefill.errors import ConfigError
+from flowprefill.config import IGNORED_KEYS, POLICIES, EngineConfig, SLOClass
+from flowprefill.errors import ConfigError, InvalidParameterError
 from flowprefill.granularity import Granularity
+from flowprefill.request import SLO
+
+CHAT = {"name": "chat", "ttft_slo_ms": 250, "tbt_slo_ms": 50.0, "rank": 10, "weight": 3}
+CLASSES = [CHAT, {"name": "batch", "ttft_slo_ms": 30_000, "rank": -1}, {"name": "plain"}]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -33,12 +38,6 @@ def test_vllm_backends_sample_loads_and_names_the_keys_without_effect(tmp_path):
     assert ignored == ["disable_log_requests", "enforce_eager"]
 
 
-def test_prefix_caching_is_named_as_without_effect_when_asked_for(tmp_path):
-    for is_wanted, named in ((True, ["enable_prefix_caching"]), (False, [])):
-        text = json.dumps({"model": "m", "enable_prefix_caching": is_wanted})
-        assert EngineConfig.from_file(write(tmp_path, text))[1] == named
-
-
 def test_relative_paths_start_at_the_directory_of_model_json(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     config = EngineConfig("weights/a.gguf", tokenizer="~/tok").with_absolute_paths(Path("/m/1"))
@@ -60,8 +59,12 @@ def test_every_vllm_name_of_the_contract_is_known():
 
 
 def test_to_dict_and_from_dict_are_inverse():
-    config = EngineConfig("m", max_model_len=8192, granularity="chunk:512", policy="edf")
+    values = {"model": "m", "granularity": "chunk:512", "policy": "edf", "slo_classes": CLASSES}
+    config = EngineConfig.from_dict(values)
+    assert len(config.slo_classes) == 3
+    assert EngineConfig.from_dict(config.to_dict()) == config
     assert EngineConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert EngineConfig.from_dict(msgpack.unpackb(msgpack.packb(config.to_dict()))) == config
 
 
 def test_an_unknown_key_fails_by_name():
@@ -102,7 +105,25 @@ def test_a_missing_model_fails_by_name():
         ("tbt_slo_ms", -1.0),
         ("tbt_slo_ms", 10**400),
         ("max_slice_ms", math.nan),
+        ("kv_cache_memory_fraction", 0.0),
+        ("kv_cache_memory_fraction", 1.1),
+        ("kv_cache_memory_fraction", math.nan),
+        ("kv_cache_memory_fraction", "half"),
         ("max_decode_share", 0.0),
+        ("starvation_share", -0.01),
+        ("starvation_share", 0.51),
+        ("starvation_share", math.nan),
+        ("starvation_share", None),
+        ("max_waiting_requests", 0),
+        ("max_waiting_requests", None),
+        ("max_waiting_requests", 10.0),
+        ("max_waiting_tokens", 0),
+        ("max_waiting_tokens", 1.5),
+        ("on_infeasible", "drop"),
+        ("fair_share", 1),
+        ("slo_classes", "chat"),
+        ("slo_classes", None),
+        ("slo_classes", {"name": "chat"}),
         ("queue_timeout_ms", 0),
         ("cancel_poll_ms", 19.9),
         ("cancel_poll_ms", math.nan),
@@ -117,6 +138,89 @@ def test_a_missing_model_fails_by_name():
 def test_a_bad_value_fails_by_key(key, value):
     with pytest.raises(ConfigError, match=f"model.json: {key}="):
         EngineConfig.from_dict({"model": "m", key: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "limit"),
+    [
+        ("name", "", "not empty"),
+        ("name", 5, "of type str"),
+        ("ttft_slo_ms", 0, "> 0 and <= 86400000"),
+        ("ttft_slo_ms", "250", "of type "),
+        ("tbt_slo_ms", math.nan, "> 0 and <= 86400000"),
+        ("tbt_slo_ms", 1e12, "> 0 and <= 86400000"),
+        ("rank", 1_001, "in [-1000, 1000]"),
+        ("rank", -1_001, "in [-1000, 1000]"),
+        ("rank", 1.5, "of type int"),
+        ("weight", 0, "> 0 and <= 1000000"),
+        ("weight", -1.0, "> 0 and <= 1000000"),
+        ("weight", math.inf, "> 0 and <= 1000000"),
+        ("weight", None, "of type float"),
+    ],
+)
+def test_a_bad_value_of_a_class_names_class_field_value_and_limit(field, value, limit):
+    values = {"name": "chat", field: value}
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_dict({"model": "m", "slo_classes": [values]})
+    start = f"model.json: slo_classes[{values['name']!r}].{field}={value!r}: must be {limit}"
+    assert str(error.value).startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([CHAT, "batch"], "slo_classes: 'batch' is no object"),
+        ([{"rank": 1}], "slo_classes: key 'name' is missing"),
+        ([{"name": "chat", "ttft_ms": 1}], "slo_classes: unknown key 'ttft_ms'"),
+        ([CHAT, {"name": "chat"}], "slo_classes=.*'chat' is there twice"),
+    ],
+)
+def test_a_broken_list_of_classes_says_what_is_wrong_with_it(classes, message):
+    with pytest.raises(ConfigError, match=f"^model.json: {message}"):
+        EngineConfig.from_dict({"model": "m", "slo_classes": classes})
+
+
+def test_classes_given_in_python_are_checked_too():
+    with pytest.raises(ConfigError, match=r"slo_classes\[1\]=.* must be of type SLOClass"):
+        EngineConfig("m", slo_classes=(SLOClass("chat"), {"name": "batch"}))
+
+
+def test_the_size_of_the_kv_cache_is_given_in_one_way():
+    assert EngineConfig("m", kv_cache_memory_fraction=1).kv_cache_memory_fraction == 1
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_fraction=0.5: .*_bytes=1000"):
+        EngineConfig("m", kv_cache_memory_fraction=0.5, kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("own", "slo"),
+    [
+        ({}, SLO(0.7, 0.07)),
+        ({"ttft_slo_ms": 100}, SLO(0.1, 0.07)),
+        ({"class_name": "chat"}, SLO(0.25, 0.05, "chat", 10, 3)),
+        ({"class_name": "batch"}, SLO(30.0, 0.07, "batch", -1, 1.0)),
+        ({"class_name": "plain"}, SLO(0.7, 0.07, "plain", 0, 1.0)),
+        ({"class_name": "chat", "ttft_slo_ms": 100}, SLO(0.1, 0.05, "chat", 10, 3)),
+        ({"class_name": "chat", "tbt_slo_ms": 20.0}, SLO(0.25, 0.02, "chat", 10, 3)),
+    ],
+)
+def test_objectives_are_the_request_s_then_its_class_s_then_the_model_s(own, slo):
+    values = {"model": "m", "ttft_slo_ms": 700, "tbt_slo_ms": 70, "slo_classes": CLASSES}
+    assert EngineConfig.from_dict(values).slo(**own) == slo
+
+
+def test_zero_is_an_objective_of_its_own_and_refused():
+    config = EngineConfig.from_dict({"model": "m", "slo_classes": CLASSES})
+    with pytest.raises(InvalidParameterError, match=r"ttft_slo_ms=0.0: must be .* > 0"):
+        config.slo("chat", ttft_slo_ms=0)
+
+
+def test_an_unknown_class_is_refused_with_the_known_ones():
+    config = EngineConfig.from_dict({"model": "m", "slo_classes": CLASSES})
+    message = "slo_class='vip': must be one of 'chat', 'batch', 'plain'"
+    with pytest.raises(InvalidParameterError, match=f"^{message}$"):
+        config.slo("vip")
+    with pytest.raises(InvalidParameterError, match=r"slo_class='vip': .* has no slo_classes"):
+        EngineConfig("m").slo("vip")
 
 
 def test_a_wrong_type_is_told_in_words():

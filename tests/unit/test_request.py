@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -29,6 +30,12 @@ def test_a_request_survives_the_wire():
 
 def test_a_default_request_survives_the_wire():
     assert Request.from_wire(through_msgpack(make_request().to_wire())) == make_request()
+
+
+def test_class_and_tenant_survive_the_wire():
+    slo = SLO(0.25, 0.1, name="chat", rank=-3, weight=2.5)
+    request = replace(make_request(), slo=slo, tenant="blue \U0001f600")
+    assert Request.from_wire(through_msgpack(request.to_wire())) == request
 
 
 def test_the_deadline_is_arrival_plus_ttft_objective():
