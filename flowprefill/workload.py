@@ -1,0 +1,203 @@
+"""Workloads: requests of a trace, and what may be done to them before they are replayed. No torch.
+
+A trace file is a CSV with the columns of `COLUMNS`, sorted by arrival; where prompts share
+prefixes, `<name>_hashes.csv.gz` beside it names the prefix blocks of each row. Knows neither engine
+nor model.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flowprefill.errors import FlowPrefillError
+
+COLUMNS = ("arrival_s", "type", "input_tokens", "output_tokens")
+PREFIX_BLOCK_TOKENS = 512
+"""Prompt tokens that one prefix hash stands for."""
+
+
+class TraceError(FlowPrefillError):
+    """A trace that cannot be read or is too short; the message names file and line."""
+
+    code = "INVALID_ARG"
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace."""
+
+    arrival_s: float
+    """Seconds from the start of the trace."""
+    type: str
+    """The service or kind of request, as the trace names it."""
+    input_tokens: int
+    output_tokens: int
+    prefix_hashes: tuple[int, ...] = ()
+    """Ids of the prompt's blocks of PREFIX_BLOCK_TOKENS, the last one partial; two prompts with the
+    same id at the same place are equal up to the end of that block. Empty: nothing is known."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The SLO class of a request and its objectives."""
+
+    name: str
+    ttft_s: float
+    tbt_s: float
+
+
+BY_TYPE = {
+    objective.name: objective
+    for objective in (
+        Objective("text", 0.25, 0.1),
+        Objective("image", 0.5, 0.1),
+        Objective("search", 4.0, 0.2),
+        Objective("file", 6.0, 0.2),
+    )
+}
+"""Objectives of the request types of QwenTrace: the FlowPrefill paper's for Llama3-8B on A800."""
+
+BY_LENGTH = (
+    (1024, Objective("short", 0.25, 0.1)),
+    (2048, Objective("medium", 0.5, 0.1)),
+    (16_384, Objective("long", 4.0, 0.2)),
+)
+"""Classes of requests whose type says nothing, by the longest prompt of each, with the same four
+objectives. At some 10,000 prompt tokens per second the longest of a class takes about half of its
+objective when it runs alone. Longer prompts are `document`."""
+
+DOCUMENT_S_PER_TOKEN = 6.0 / 16_384
+"""TTFT objective of a `document`, in proportion to its length: no fixed time suits both 20,000 and
+120,000 tokens."""
+
+
+def objective(request: TraceRequest, scale: float = 1.0) -> Objective:
+    """The request's SLO class, its objectives times `scale`."""
+    found = BY_TYPE.get(request.type) or _objective_by_length(request.input_tokens)
+    return replace(found, ttft_s=found.ttft_s * scale, tbt_s=found.tbt_s * scale)
+
+
+def _objective_by_length(num_tokens: int) -> Objective:
+    for limit, found in BY_LENGTH:
+        if num_tokens <= limit:
+            return found
+    return Objective("document", DOCUMENT_S_PER_TOKEN * num_tokens, 0.2)
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Read a trace CSV, and the file of prefix hashes beside it if there is one.
+
+    Raises TraceError naming file and line for anything that is not such a trace.
+    """
+    if not path.is_file():
+        raise TraceError(f"{path}: no such trace")
+    hashes = _read_hashes(path.with_name(f"{path.stem}_hashes.csv.gz"))
+    requests: list[TraceRequest] = []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if tuple(rows.fieldnames or ()) != COLUMNS:
+                raise TraceError(f"{path}: the first line must be {','.join(COLUMNS)}")
+            for index, row in enumerate(rows):
+                requests.append(_parse_row(row, hashes.get(index, ())))
+    except (ValueError, TypeError, csv.Error) as error:
+        raise TraceError(f"{path}:{len(requests) + 2}: {error}") from error
+    if any(a.arrival_s > b.arrival_s for a, b in itertools.pairwise(requests)):
+        raise TraceError(f"{path}: rows must be sorted by arrival_s")
+    return requests
+
+
+def _parse_row(row: dict[str, str], prefix_hashes: tuple[int, ...]) -> TraceRequest:
+    arrival_s = float(row["arrival_s"])
+    input_tokens, output_tokens = int(row["input_tokens"]), int(row["output_tokens"])
+    if not 0 <= arrival_s < math.inf:
+        raise ValueError(f"arrival_s={arrival_s}: must be finite and >= 0")
+    if input_tokens <= 0 or output_tokens <= 0:
+        raise ValueError(f"tokens={input_tokens},{output_tokens}: must be > 0")
+    num_blocks = -(-input_tokens // PREFIX_BLOCK_TOKENS)
+    if prefix_hashes and len(prefix_hashes) != num_blocks:
+        raise ValueError(f"{len(prefix_hashes)} prefix hashes for {num_blocks} blocks")
+    return TraceRequest(arrival_s, row["type"], input_tokens, output_tokens, prefix_hashes)
+
+
+def _read_hashes(path: Path) -> dict[int, tuple[int, ...]]:
+    """Prefix hashes by row of the trace; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
+            return {
+                int(row["row"]): tuple(map(int, row["prefix_hash"].split()))
+                for row in csv.DictReader(file)
+            }
+    except (OSError, EOFError, ValueError, KeyError, csv.Error) as error:
+        raise TraceError(f"{path}: not a file of prefix hashes: {error!r}") from error
+
+
+def window(requests: Sequence[TraceRequest], start: int, num_requests: int) -> list[TraceRequest]:
+    """`num_requests` consecutive requests from index `start`; the first one arrives at 0.
+
+    Raises TraceError if there are not so many.
+    """
+    taken = requests[start : start + num_requests]
+    if start < 0 or num_requests <= 0 or len(taken) < num_requests:
+        raise TraceError(
+            f"requests {start}..{start + num_requests} of a trace of {len(requests)} requests"
+        )
+    return [replace(r, arrival_s=r.arrival_s - taken[0].arrival_s) for r in taken]
+
+
+def scale_rate(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
+    """`scale` times as many requests per second: gaps are divided, lengths stay."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"rate scale {scale}: must be finite and > 0")
+    return [replace(r, arrival_s=r.arrival_s / scale) for r in requests]
+
+
+def scale_lengths(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
+    """Prompts and answers `scale` times as long, one token at least; shared prefixes as well."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"length scale {scale}: must be finite and > 0")
+    return [_with_scaled_lengths(r, scale) for r in requests]
+
+
+def _with_scaled_lengths(request: TraceRequest, scale: float) -> TraceRequest:
+    input_tokens = max(1, round(request.input_tokens * scale))
+    num_blocks = -(-input_tokens // PREFIX_BLOCK_TOKENS) if request.prefix_hashes else 0
+    # A new block is equal where the old block that holds its last token is. Several new ones may
+    # come from one old one; they need names of their own.
+    names_per_hash = math.ceil(scale) + 1
+    last = len(request.prefix_hashes) - 1
+    hashes = tuple(
+        request.prefix_hashes[min(last, math.ceil((block + 1) / scale) - 1)] * names_per_hash
+        + block % names_per_hash
+        for block in range(num_blocks)
+    )
+    output_tokens = max(1, round(request.output_tokens * scale))
+    return replace(
+        request, input_tokens=input_tokens, output_tokens=output_tokens, prefix_hashes=hashes
+    )
+
+
+def clip_lengths(
+    requests: Sequence[TraceRequest], max_input_tokens: int, max_output_tokens: int
+) -> list[TraceRequest]:
+    """Cut what is longer; a prompt keeps its beginning."""
+    if max_input_tokens <= 0 or max_output_tokens <= 0:
+        raise ValueError(f"clip to {max_input_tokens},{max_output_tokens} tokens: must be > 0")
+    max_blocks = -(-max_input_tokens // PREFIX_BLOCK_TOKENS)
+    return [
+        replace(
+            r,
+            input_tokens=min(r.input_tokens, max_input_tokens),
+            output_tokens=min(r.output_tokens, max_output_tokens),
+            prefix_hashes=r.prefix_hashes[:max_blocks],
+        )
+        for r in requests
+    ]
