@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flowprefill.errors import ConfigError, InvalidParameterError, shorten
 from flowprefill.granularity import Granularity
-from flowprefill.request import MAX_SLO_S, SLO
+from flowprefill.request import MAX_NAME_CHARS, MAX_SLO_S, SLO
 
 IGNORED_KEYS = frozenset(
     {"disable_log_requests", "disable_log_stats", "enforce_eager", "max_num_batched_tokens"}
@@ -62,8 +62,8 @@ class SLOClass:
     def __post_init__(self) -> None:
         place = f"slo_classes[{shorten(repr(self.name))}]."
         _check_types(self, place)
-        if not self.name:
-            raise _error(f"{place}name", self.name, "not empty")
+        if not 0 < len(self.name) <= MAX_NAME_CHARS:
+            raise _error(f"{place}name", self.name, f"a text of 1 to {MAX_NAME_CHARS} characters")
         for name in _OBJECTIVES:
             _check_objective(place + name, getattr(self, name))
         if not -MAX_RANK <= self.rank <= MAX_RANK:

@@ -16,6 +16,8 @@ from flowprefill.errors import InvalidParameterError
 from flowprefill.sampling_params import SamplingParams
 
 MAX_SLO_S = 86_400.0
+MAX_NAME_CHARS = 256
+"""Of a class and a tenant."""
 
 
 class RequestStatus(enum.Enum):

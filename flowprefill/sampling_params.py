@@ -66,7 +66,7 @@ UNSUPPORTED_FEATURES: dict[str, tuple[object, ...]] = {
 """Parameters of vLLM 0.6 to 0.11 that FlowPrefill lacks -> values that ask for nothing. So does
 null."""
 
-_REQUEST_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "cancel_id")
+_REQUEST_KEYS = ("ttft_slo_ms", "tbt_slo_ms", "slo_class", "tenant", "cancel_id")
 """Keys beside the sampling parameters, taken out before from_mapping; only suggested here."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _MAX_NUMBER_CHARS = 64
@@ -250,11 +250,11 @@ def _check_stop(stop: object) -> None:
     if not isinstance(stop, tuple) or len(stop) > MAX_STOP_STRINGS:
         raise InvalidParameterError("stop", stop, _STOP_LIMIT)
     for text in stop:
-        if not (isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS and _is_unicode(text)):
+        if not (isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS and is_unicode(text)):
             raise InvalidParameterError("stop", text, _STOP_LIMIT)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """False for text with lone surrogates, which JSON escapes can make and no token can."""
     try:
         text.encode()

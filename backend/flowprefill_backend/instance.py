@@ -186,7 +186,12 @@ class Instance:
                 parsed.options, parsed.prompt, num_tokens, parsed.sampling, self._tokenizer
             )
             request = Request(
-                live.req_id, parsed.prompt_token_ids, parsed.sampling, parsed.slo, raw.arrival_s
+                req_id=live.req_id,
+                prompt_token_ids=parsed.prompt_token_ids,
+                sampling=parsed.sampling,
+                slo=parsed.slo,
+                arrival_s=raw.arrival_s,
+                tenant=parsed.tenant,
             )
             live.submit(self._engine.submit, request)
         except Exception as error:  # whatever it is, this client must hear of it

@@ -20,8 +20,8 @@ from flowprefill.errors import (
     PromptTooLongError,
     UnsupportedFeatureError,
 )
-from flowprefill.request import SLO
-from flowprefill.sampling_params import SamplingParams
+from flowprefill.request import MAX_NAME_CHARS, SLO
+from flowprefill.sampling_params import SamplingParams, is_unicode
 from flowprefill.stats import EngineInfo
 from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend.answer import AnswerOptions
@@ -71,6 +71,7 @@ class ParsedRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     slo: SLO
+    tenant: str
     options: AnswerOptions
 
 
@@ -138,10 +139,12 @@ def parse(
     """Check and tokenise what `screen` let pass. Raises FlowPrefillError naming field and limit."""
     options = _options(raw)
     values = _sampling_values(raw)
-    slo = SLO(
-        ttft_s=_slo_ms(raw, values, "ttft_slo_ms", config.ttft_slo_ms) / 1000,
-        tbt_s=_slo_ms(raw, values, "tbt_slo_ms", config.tbt_slo_ms) / 1000,
+    slo = config.slo(
+        _text(raw, values, "slo_class"),
+        _slo_ms(raw, values, "ttft_slo_ms"),
+        _slo_ms(raw, values, "tbt_slo_ms"),
     )
+    tenant = _text(raw, values, "tenant") or ""
     if values.pop("lora_name", None):
         raise LoraDisabledError
     sampling = SamplingParams.from_mapping(
@@ -160,7 +163,7 @@ def parse(
             f"prompt of {len(prompt_token_ids)} tokens + max_tokens={sampling.max_tokens} > "
             f"max_model_len {info.max_model_len}"
         )
-    return ParsedRequest(prompt, prompt_token_ids, sampling, slo, options)
+    return ParsedRequest(prompt, prompt_token_ids, sampling, slo, tenant, options)
 
 
 def _options(raw: RawRequest) -> AnswerOptions:
@@ -195,13 +198,26 @@ def _sampling_values(raw: RawRequest) -> dict[str, Any]:
     return values
 
 
-def _slo_ms(raw: RawRequest, values: dict[str, Any], name: str, default: float) -> float:
-    """Input tensor > key of sampling_parameters > request parameter > model.json, milliseconds."""
+def _take(raw: RawRequest, values: dict[str, Any], name: str) -> Any:
+    """Key of sampling_parameters > request parameter; None if neither was sent."""
     in_sampling = values.pop(name, None)
-    for value in (_element(raw, name, None), in_sampling, raw.parameters.get(name)):
-        if value is not None:
-            return _number(name, value)
-    return default
+    return raw.parameters.get(name) if in_sampling is None else in_sampling
+
+
+def _slo_ms(raw: RawRequest, values: dict[str, Any], name: str) -> float | None:
+    """Input tensor > key of sampling_parameters > request parameter, milliseconds, or None."""
+    parameter = _take(raw, values, name)
+    value = _element(raw, name, parameter)
+    return None if value is None else _number(name, value)
+
+
+def _text(raw: RawRequest, values: dict[str, Any], name: str) -> str | None:
+    value = _take(raw, values, name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or not is_unicode(value):
+        raise InvalidParameterError(name, value, f"a text of at most {MAX_NAME_CHARS} characters")
+    return value
 
 
 def _number(name: str, value: Any) -> float:

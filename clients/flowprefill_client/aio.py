@@ -90,6 +90,8 @@ class AsyncClient:
         max_tokens: int = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
+        slo_class: str | None = None,
+        tenant: str | None = None,
         request_id: str | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -97,7 +99,13 @@ class AsyncClient:
         """Send `prompt`; returns at once. Arguments as of Client.stream."""
         request_id = request_id or str(uuid.uuid4())
         values = {"max_tokens": max_tokens, **(sampling or {})}
-        request = generate_request(self._model, prompt, request_id, values, ttft_slo_ms, tbt_slo_ms)
+        scheduling = {
+            "ttft_slo_ms": ttft_slo_ms,
+            "tbt_slo_ms": tbt_slo_ms,
+            "slo_class": slo_class,
+            "tenant": tenant,
+        }
+        request = generate_request(self._model, prompt, request_id, values, scheduling)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         return AsyncStream(call, request_id)
 
@@ -108,6 +116,8 @@ class AsyncClient:
         max_tokens: int = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
+        slo_class: str | None = None,
+        tenant: str | None = None,
         request_id: str | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -118,6 +128,8 @@ class AsyncClient:
             max_tokens=max_tokens,
             ttft_slo_ms=ttft_slo_ms,
             tbt_slo_ms=tbt_slo_ms,
+            slo_class=slo_class,
+            tenant=tenant,
             request_id=request_id,
             sampling=sampling,
             timeout_s=timeout_s,

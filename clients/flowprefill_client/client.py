@@ -81,6 +81,8 @@ class Client:
         max_tokens: int = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
+        slo_class: str | None = None,
+        tenant: str | None = None,
         request_id: str | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -88,14 +90,22 @@ class Client:
         """Send `prompt`; returns at once.
 
         ttft_slo_ms, tbt_slo_ms: objectives for the first token and for the gaps after it; None =
-            the model's defaults
+            those of slo_class, or the model's defaults
+        slo_class: one of the model's classes of traffic
+        tenant: who is charged for the tokens, where the model divides its device among tenants
         request_id: the id for cancel(); a random one by default
         sampling: further sampling parameters under vLLM's names, lists and dicts included
         timeout_s: the request is cancelled after this time, and iterating raises ServerError
         """
         request_id = request_id or str(uuid.uuid4())
         values = {"max_tokens": max_tokens, **(sampling or {})}
-        request = generate_request(self._model, prompt, request_id, values, ttft_slo_ms, tbt_slo_ms)
+        scheduling = {
+            "ttft_slo_ms": ttft_slo_ms,
+            "tbt_slo_ms": tbt_slo_ms,
+            "slo_class": slo_class,
+            "tenant": tenant,
+        }
+        request = generate_request(self._model, prompt, request_id, values, scheduling)
         return Stream(self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s), request_id)
 
     def generate(
@@ -105,6 +115,8 @@ class Client:
         max_tokens: int = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
+        slo_class: str | None = None,
+        tenant: str | None = None,
         request_id: str | None = None,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
@@ -115,6 +127,8 @@ class Client:
             max_tokens=max_tokens,
             ttft_slo_ms=ttft_slo_ms,
             tbt_slo_ms=tbt_slo_ms,
+            slo_class=slo_class,
+            tenant=tenant,
             request_id=request_id,
             sampling=sampling,
             timeout_s=timeout_s,

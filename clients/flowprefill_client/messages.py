@@ -1,8 +1,8 @@
 """The protobuf messages of one request and of each part of its answer. No network, no clock.
 
-The objectives travel as request parameters, not as input tensors: a model that does not know a
-parameter ignores it, while an undeclared tensor is refused, so the same client also drives a plain
-vllm_backend for comparison.
+Objectives, class and tenant travel as request parameters, not as input tensors: a model that does
+not know a parameter ignores it, while an undeclared tensor is refused, so the same client also
+drives a plain vllm_backend for comparison.
 
 An error is a response with a text but no code, so the model is asked to put the code into the text
 (error_code_in_message). Triton could answer with gRPC statuses instead (header triton_grpc_error);
@@ -33,18 +33,22 @@ def generate_request(
     prompt: str,
     request_id: str,
     sampling: Mapping[str, Any],
-    ttft_slo_ms: float | None,
-    tbt_slo_ms: float | None,
+    scheduling: Mapping[str, float | str | None],
 ) -> Any:
-    """A streamed generation; returns a ModelInferRequest."""
+    """A streamed generation; returns a ModelInferRequest.
+
+    scheduling: ttft_slo_ms, tbt_slo_ms, slo_class, tenant; None = not sent
+    """
     request = _new_request(model, prompt, request_id)
     _add_string(request, "sampling_parameters", json.dumps(dict(sampling)))
     for name in ("stream", "return_finish_reason", "return_num_input_tokens",
                  "return_num_output_tokens"):  # fmt: skip
         tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
         tensor.contents.bool_contents.append(True)
-    for name, value in (("ttft_slo_ms", ttft_slo_ms), ("tbt_slo_ms", tbt_slo_ms)):
-        if value is not None:
+    for name, value in scheduling.items():
+        if isinstance(value, str):
+            request.parameters[name].string_param = value
+        elif value is not None:
             request.parameters[name].double_param = value
     return request
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from flowprefill.config import SLOClass
 from flowprefill.errors import FlowPrefillError, QueueFullError
+from flowprefill.request import SLO
 from flowprefill.tokenizer import Tokenizer
 from tests.backend.conftest import Harness, hold
 from tests.backend.fake_pb_utils import InferenceRequest
@@ -41,6 +44,65 @@ def test_an_objective_is_taken_from_tensor_then_sampling_key_then_parameter_then
     harness.send({"text_input": "the", **inputs}, parameters)
     slo = harness.engine.wait_submitted().slo
     assert (slo.ttft_s, slo.tbt_s) == pytest.approx((ttft_s, tbt_s))
+
+
+CLASSES = (SLOClass("chat", 250, 50, rank=3, weight=2.0), SLOClass("batch", rank=-1))
+
+
+@pytest.fixture
+def with_classes(tokenizer: Tokenizer) -> Iterator[Harness]:
+    harness = Harness(tokenizer, slo_classes=CLASSES)
+    yield harness
+    harness.instance.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "slo"),
+    [
+        ({}, {}, SLO(0.7, 0.07)),
+        ({}, {"slo_class": "chat"}, SLO(0.25, 0.05, "chat", 3, 2.0)),
+        ({}, {"slo_class": "batch"}, SLO(0.7, 0.07, "batch", -1, 1.0)),
+        ({}, {"slo_class": "chat", "ttft_slo_ms": 100}, SLO(0.1, 0.05, "chat", 3, 2.0)),
+        ({"tbt_slo_ms": 20.0}, {"slo_class": "chat"}, SLO(0.25, 0.02, "chat", 3, 2.0)),
+        (
+            {"sampling_parameters": '{"slo_class": "batch"}'},
+            {"slo_class": "chat"},
+            SLO(0.7, 0.07, "batch", -1, 1.0),
+        ),
+        (
+            {"sampling_parameters": '{"slo_class": null}'},
+            {"slo_class": "chat"},
+            SLO(0.25, 0.05, "chat", 3, 2.0),
+        ),
+    ],
+)
+def test_a_class_brings_what_the_request_does_not(
+    with_classes: Harness, inputs: dict[str, Any], parameters: dict[str, Any], slo: SLO
+) -> None:
+    with_classes.send({"text_input": "the", **inputs}, parameters)
+    assert with_classes.engine.wait_submitted().slo == slo
+
+
+def test_an_unknown_class_is_refused_with_the_known_ones(with_classes: Harness) -> None:
+    error = with_classes.send({"text_input": "the"}, {"slo_class": "vip"}).error
+    assert error is not None and error.code == "INVALID_ARG"
+    assert error.message.endswith(": slo_class='vip': must be one of 'chat', 'batch'")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "tenant"),
+    [
+        ({}, {}, ""),
+        ({}, {"tenant": "blue"}, "blue"),
+        ({"sampling_parameters": '{"tenant": "red"}'}, {"tenant": "blue"}, "red"),
+        ({"sampling_parameters": "{}"}, {"tenant": "é" * 256}, "é" * 256),
+    ],
+)
+def test_the_tenant_is_taken_from_sampling_key_then_parameter(
+    harness: Harness, inputs: dict[str, Any], parameters: dict[str, Any], tenant: str
+) -> None:
+    harness.send({"text_input": "the", **inputs}, parameters)
+    assert harness.engine.wait_submitted().tenant == tenant
 
 
 def test_sampling_parameters_hide_the_request_s_parameters(harness: Harness) -> None:
@@ -88,9 +150,21 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str, tuple[str, ...]]] 
     ({"text_input": "a"}, {"ttft_slo_ms": "soon"}, "INVALID_ARG", ("ttft_slo_ms='soon'",)),
     ({"text_input": "a"}, {"tbt_slo_ms": 10**400}, "INVALID_ARG", ("tbt_slo_ms=1000",)),
     *(
-        ({"text_input": "a", "ttft_slo_ms": slo}, {}, "INVALID_ARG", ("ttft_slo_ms=", "86400000"))
+        ({"text_input": "a", **inputs}, parameters, "INVALID_ARG", (f"{name}=", "> 0 and <= 864"))
+        for name in ("ttft_slo_ms", "tbt_slo_ms")
         for slo in (0.0, -1.0, float("nan"), float("inf"), 1e12)
+        for inputs, parameters in (
+            ({name: slo}, {}),
+            ({"sampling_parameters": json.dumps({name: slo})}, {}),
+            ({}, {name: str(slo)}),
+        )
     ),
+    ({"text_input": "a"}, {"slo_class": "vip"}, "INVALID_ARG", ("slo_class='vip'", "no slo_clas")),
+    ({"text_input": "a"}, {"slo_class": ""}, "INVALID_ARG", ("slo_class=''", "no slo_classes")),
+    ({"text_input": "a"}, {"slo_class": 5}, "INVALID_ARG", ("slo_class=5", "256 characters")),
+    ({"text_input": "a"}, {"tenant": ["b"]}, "INVALID_ARG", ("tenant=['b']", "256 characters")),
+    ({"text_input": "a"}, {"tenant": "b" * 257}, "INVALID_ARG", ("tenant='bbb", "256 characters")),
+    ({"text_input": "a"}, {"tenant": "\ud800"}, "INVALID_ARG", ("tenant=", "256 characters")),
     (
         {"text_input": "a", "stream": True, "exclude_input_in_output": False},
         {},

@@ -41,6 +41,15 @@ def test_objectives_reach_the_model(client: Client) -> None:
     assert client.generate(PROMPT, ttft_slo_ms=30_000, tbt_slo_ms=5_000, max_tokens=2).text
 
 
+def test_class_and_tenant_reach_the_model(client: Client) -> None:
+    with pytest.raises(ServerError, match="slo_class='vip': must be one of 'chat'") as caught:
+        client.generate(PROMPT, slo_class="vip")
+    assert caught.value.status == "INVALID_ARG"
+    with pytest.raises(ServerError, match="tenant='bbb"):
+        client.generate(PROMPT, tenant="b" * 257)
+    assert client.generate(PROMPT, slo_class="chat", tenant="blue", max_tokens=2).text
+
+
 def test_unknown_model_is_a_server_error(server: TritonServer) -> None:
     with (
         Client(server.grpc_url, "no_such_model") as client,

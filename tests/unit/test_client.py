@@ -152,7 +152,21 @@ def test_objectives_travel_as_parameters_and_sampling_as_json(
 
 def test_without_objectives_the_model_decides(client: Client, triton: FakeTriton) -> None:
     client.generate("hello")
-    assert objectives(triton.requests[0]) == {}
+    assert set(triton.requests[0].parameters) == {"error_code_in_message"}
+
+
+def test_class_and_tenant_travel_as_parameters_of_both_clients(
+    client: Client, triton: FakeTriton
+) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(triton.url, "m") as client:  # type: ignore[attr-defined]
+            await client.generate("hello", slo_class="chat", tenant="blue")
+
+    client.generate("hello", slo_class="chat", tenant="blue")
+    asyncio.run(scenario())
+    for request in triton.requests:
+        sent = {name: request.parameters[name].string_param for name in ("slo_class", "tenant")}
+        assert sent == {"slo_class": "chat", "tenant": "blue"}
 
 
 def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> None:

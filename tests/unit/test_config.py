@@ -143,7 +143,7 @@ def test_a_bad_value_fails_by_key(key, value):
 @pytest.mark.parametrize(
     ("field", "value", "limit"),
     [
-        ("name", "", "not empty"),
+        ("name", "", "a text of 1 to 256 characters"),
         ("name", 5, "of type str"),
         ("ttft_slo_ms", 0, "> 0 and <= 86400000"),
         ("ttft_slo_ms", "250", "of type "),
