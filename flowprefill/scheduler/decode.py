@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flowprefill.predictor.base import Predictor
-from flowprefill.scheduler.events import DecodeStep
+from flowprefill.scheduler.events import DecodeStep, PacedSteps
 from flowprefill.scheduler.policy import slack_s
 from flowprefill.scheduler.tracked import Tracked
 
@@ -23,31 +23,30 @@ DECODE_SHARE_LIMIT = 0.95
 class StepPlan:
     """The decode step that would run now, and when it has to."""
 
-    task: DecodeStep
+    step: DecodeStep
     step_s: float
     """Predicted device time."""
     due_s: float
     """When the first of its tokens is due."""
     release_s: float
     """Before this time prefills go first."""
+    interval_s: float
+    """From the end of one such step to the release of the next."""
     stretch: float
     """Wall time per device second of a prefill beside such steps: 1 / (1 - decode share)."""
 
-    def goes_before(self, prefill: Tracked, now_s: float) -> bool:
-        """A released step goes first, unless the prefill has the earlier deadline and would miss it
-        by waiting for the step.
+    def paced(self, prefill: Tracked, now_s: float, max_steps: int) -> PacedSteps:
+        """The steps to run beside `prefill`.
 
-        Such a prefill can be on time only before the token is due, so a stream of them delays a
-        token up to its due time and never beyond.
+        The first one waits for a prefill that has the earlier deadline and would miss it by waiting
+        for the step. Such a prefill can be on time only before the token is due, so a stream of
+        them delays a token up to its due time and never beyond.
         """
-        if now_s < self.release_s:
-            return False
+        release_s = self.release_s
         misses_by_waiting = 0 <= slack_s(prefill, now_s) < self.step_s
-        return not (misses_by_waiting and prefill.deadline_s < self.due_s)
-
-    def recheck_s(self, now_s: float) -> float:
-        """When to ask again, after `goes_before` said no."""
-        return self.release_s if self.release_s > now_s else self.due_s
+        if misses_by_waiting and prefill.deadline_s < self.due_s:
+            release_s = max(release_s, self.due_s)
+        return PacedSteps(self.step, release_s, self.interval_s, max_steps)
 
 
 class DecodePacer:
@@ -67,28 +66,34 @@ class DecodePacer:
         self._max_share = min(max_decode_share, DECODE_SHARE_LIMIT)
         self._last_step_end_s = float("-inf")
 
-    def plan(self, decoding: Collection[Tracked]) -> StepPlan | None:
-        """The next step over the decoding sequences, those due first if they are too many."""
-        if not decoding:
-            return None
+    def members(self, decoding: Collection[Tracked]) -> list[Tracked]:
+        """The sequences of the next step: all, or those due first if they are too many."""
         sequences = list(decoding)
         if len(sequences) > self._max_num_seqs:
             sequences.sort(key=lambda s: (s.due_s, s.req_id))
             del sequences[self._max_num_seqs :]
+        return sequences
+
+    def plan(self, sequences: Collection[Tracked]) -> StepPlan | None:
+        """The next step, over these sequences."""
+        if not sequences:
+            return None
         step_s = self._predictor.decode_step_s(
             len(sequences), sum(s.num_context_tokens for s in sequences)
         )
         due_s = min(s.due_s for s in sequences)
-        just_in_time_s = due_s - step_s - self._max_slice_s
+        tbt_slo_s = min(s.tbt_slo_s for s in sequences)
+        ahead_s = step_s + self._max_slice_s
         prefill_time_s = step_s * (1 / self._max_share - 1)  # owed to prefills between two steps
-        share = min(step_s / min(s.tbt_slo_s for s in sequences), self._max_share)
+        share = min(step_s / tbt_slo_s, self._max_share)
         return StepPlan(
-            task=DecodeStep(tuple(s.req_id for s in sequences)),
+            step=DecodeStep(tuple(s.req_id for s in sequences)),
             step_s=step_s,
             due_s=due_s,
-            release_s=max(just_in_time_s, self._last_step_end_s + prefill_time_s),
+            release_s=max(due_s - ahead_s, self._last_step_end_s + prefill_time_s),
+            interval_s=max(tbt_slo_s - ahead_s, prefill_time_s),
             stretch=1 / (1 - share),
         )
 
-    def step_ended(self, now_s: float) -> None:
-        self._last_step_end_s = now_s
+    def step_ended(self, end_s: float) -> None:
+        self._last_step_end_s = end_s

@@ -6,6 +6,7 @@ runs the decision's task until it ends or another event arrives.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,6 +21,15 @@ class Arrival:
     max_tokens: int
     ttft_slo_s: float
     tbt_slo_s: float
+    rank: int = 0
+    """The rank of its SLO class: among requests that can be on time, a higher one goes first."""
+    weight: float = 1.0
+    """The worth of being on time, of its SLO class; only the policy `goodput` looks at it."""
+    tenant: str = ""
+    """Who is charged for its tokens under fair share."""
+    prefix_keys: tuple[Hashable, ...] = ()
+    """One key for each full KV block of the prompt; equal keys mean equal text up to there. Empty:
+    the prompt shares nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,9 @@ class PrefillParked:
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """A prefill produced the first token of each of its requests at `now_s` of the decide call.
+    """A prefill produced the next token of each of its requests at `now_s` of the decide call.
 
-    A request that already ended with its first token is followed by a `Finished` in the same batch.
+    A request that already ended with that token is followed by a `Finished` in the same batch.
     """
 
     task_id: int
@@ -50,6 +60,8 @@ class DecodeStepDone:
     """
 
     req_ids: tuple[int, ...]
+    end_s: float
+    """When the last of the steps ended."""
     num_steps: int = 1
     """More than one: the step was repeated without a decision."""
 
@@ -59,6 +71,8 @@ class Finished:
     """A request has ended inside the engine (EOS, length, failure): its blocks may go."""
 
     req_id: int
+    prefix_keys: tuple[Hashable, ...] = ()
+    """As in Arrival, for prompt and generated tokens whose KV was written."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +99,14 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True)
 class PrefillTask:
-    """Compute the prompts of one or several requests up to their first tokens."""
+    """Compute the prompts of one or several requests, packed, up to their next tokens.
+
+    A request that was evicted while it decoded computes its generated tokens again as well.
+    """
 
     task_id: int
     req_ids: tuple[int, ...]
+    """Its live requests. A member that is cancelled leaves; the others' places stay."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,22 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
+class PacedSteps:
+    """Decode steps beside a prefill, run without asking the scheduler again.
+
+    At the first boundary at or after `release_s` the prefill is left, the step runs, and the
+    prefill goes on; the next step is due `interval_s` after the end of the last. All of it holds
+    until an event comes, a member ends, or `max_steps` have run.
+    """
+
+    step: DecodeStep
+    release_s: float
+    interval_s: float
+    max_steps: int
+    """KV blocks are reserved for so many."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """What the device does next."""
 
@@ -106,8 +140,13 @@ class Decision:
     """None = nothing to run; wait for an event."""
     timer_s: float | None = None
     """Call decide again with a Timer at this time if nothing else happened before."""
-    repeat_decode: bool = False
-    """A DecodeStep may be repeated without a new decision while its requests stay the same and no
-    event comes (no prefill waits)."""
-    timed_out: tuple[int, ...] = ()
-    """Requests dropped from the queue by queue_timeout; the engine answers them UNAVAILABLE."""
+    steps: PacedSteps | None = None
+    """Beside a PrefillTask only."""
+    max_steps: int = 1
+    """A DecodeStep may be run so many times without a new decision while its requests stay the same
+    and no event comes (no prefill waits)."""
+    evicted: tuple[int, ...] = ()
+    """Requests whose KV blocks were taken away: parked prefills start again, a decode step that was
+    left midway with one of them is dropped."""
+    rejected: tuple[int, ...] = ()
+    """Waiting requests that can no longer be on time, under `on_infeasible: reject`."""

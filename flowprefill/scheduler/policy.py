@@ -1,8 +1,8 @@
 """The table of policies: which prefills are kept, and by what key each group is ordered.
 
-One ordering for all of them: the kept ones go before the rest; within a group the smallest key goes
-first; ties go to the earlier arrival, then to the smaller id. The order is total and depends on
-nothing but its arguments.
+One ordering for all of them: the kept ones go before the rest; within a group the highest rank goes
+first, then the smallest key, then the more urgent (deadline, arrival, id). The order is total and
+depends on nothing but its arguments.
 
 | policy | kept | key of the kept | key of the rest |
 |---|---|---|---|
@@ -11,15 +11,21 @@ nothing but its arguments.
 | srpt | all | remaining device time | - |
 | edf | all | deadline | - |
 | s-edf | slack >= 0 | deadline | deadline |
+| goodput | Moore-Hodgson | deadline | remaining device time |
 
 s-edf is the FlowPrefill paper's. The authors' code ranks by sign(slack) / deadline, highest first,
 which puts the *latest* deadline first among the requests that are late anyway. Here it is the
 earliest: with the latest first every late newcomer displaces the late one that runs, so the oldest
 request never ends and preemptions pile up without anyone being on time for it.
+
+goodput keeps the largest set that can be on time together (J. M. Moore, An n job, one machine
+sequencing algorithm for minimizing the number of late jobs, 1968), among the requests known now.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -36,10 +42,19 @@ class Candidate(Protocol):
     @property
     def deadline_s(self) -> float: ...
     @property
-    def num_prompt_tokens(self) -> int: ...
+    def rank(self) -> int: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def urgency(self) -> tuple[int, float, float, int]:
+        """Rank (negative), deadline, arrival, id."""
+        ...
+
+    @property
+    def num_input_tokens(self) -> int: ...
     @property
     def remaining_s(self) -> float:
-        """Predicted device time to the first token."""
+        """Predicted device time to its first token."""
         ...
 
 
@@ -47,7 +62,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class KeptSet(Protocol):
-    """Picks the candidates that are worth serving first.
+    """Picks the candidates that are worth serving first; keeps their order, that of urgency.
 
     stretch: wall time per device second of a prefill, 1 / (1 - decode share).
     """
@@ -65,21 +80,31 @@ class Policy:
     """Order of the kept: smallest first."""
     rest_key: Callable[[Candidate], float]
     """Order of the others, which run only when nothing is kept."""
+    can_starve: bool
+    """Newcomers can pass a request again and again, even those of its own rank."""
 
-    def choose(self, candidates: Sequence[C], current: C | None, now_s: float, stretch: float) -> C:
-        """The candidate that goes first; `candidates` is not empty.
+    def choose(
+        self,
+        candidates: Sequence[C],
+        current: C | None,
+        now_s: float,
+        stretch: float = 1.0,
+        min_gain: float = 0.0,
+    ) -> C:
+        """The candidate that goes first; `candidates` is not empty and in the order of urgency.
 
-        current: the prefill that ran last and is unfinished. Among equal keys it stays, so equals
-        never displace each other.
+        current: the prefill that ran last and is unfinished. It stays unless another's key is
+        smaller by more than min_gain (what a switch costs), so equals never displace each other.
         """
         group, key = self.kept(candidates, now_s, stretch), self.key
         if not group:
             group, key = candidates, self.rest_key
-        smallest = min(map(key, group))
-        ties = [candidate for candidate in group if key(candidate) == smallest]
-        if current is not None and any(candidate is current for candidate in ties):
-            return current
-        return min(ties, key=_arrival_then_id)
+        group = _highest_rank(group)
+        best = group[0] if key is by_deadline else min(group, key=key)  # the order they are in
+        if current is None or current is best or current.rank != best.rank:
+            return best
+        is_close = key(current) - key(best) <= min_gain
+        return current if is_close and any(c is current for c in group) else best
 
 
 def slack_s(candidate: Candidate, now_s: float, stretch: float = 1.0) -> float:
@@ -87,8 +112,12 @@ def slack_s(candidate: Candidate, now_s: float, stretch: float = 1.0) -> float:
     return candidate.deadline_s - now_s - candidate.remaining_s * stretch
 
 
-def _arrival_then_id(candidate: Candidate) -> tuple[float, int]:
-    return candidate.arrival_s, candidate.req_id
+def _highest_rank(group: Sequence[C]) -> Sequence[C]:
+    """The head of `group` that has the rank of its first member."""
+    rank = group[0].rank
+    if group[-1].rank == rank:
+        return group
+    return [c for c in group if c.rank == rank]
 
 
 def _all(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]:
@@ -100,19 +129,52 @@ def _feasible(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence
     return [c for c in candidates if c.deadline_s - now_s - c.remaining_s * stretch >= 0]
 
 
+def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]:
+    """The largest set of candidates that meet their deadlines if run in the order of urgency.
+
+    Add them in that order; when one would be late, drop what frees the most time for its worth.
+    With equal weights and ranks that is optimal; else a greedy heuristic: a higher rank runs first
+    and is never dropped for a lower one.
+    """
+    feasible = _feasible(candidates, now_s, stretch)  # no schedule has the others on time
+    end_s = now_s
+    droppable: list[tuple[int, float, int]] = []  # heap: lowest rank, then most time per worth
+    dropped = set()
+    for index, candidate in enumerate(feasible):
+        if candidate.deadline_s == math.inf:  # a stream that is resumed: nothing to be late for
+            end_s += candidate.remaining_s * stretch
+            continue
+        needed_s = candidate.remaining_s * stretch
+        end_s += needed_s
+        heapq.heappush(droppable, (candidate.rank, -needed_s / candidate.weight, index))
+        while end_s > candidate.deadline_s and droppable:
+            _, _, worst = heapq.heappop(droppable)
+            end_s -= feasible[worst].remaining_s * stretch
+            dropped.add(worst)
+    if not dropped:
+        return feasible
+    return [c for index, c in enumerate(feasible) if index not in dropped]
+
+
 _arrival = attrgetter("arrival_s")
-_size = attrgetter("num_prompt_tokens")
+_size = attrgetter("num_input_tokens")
 _remaining = attrgetter("remaining_s")
-_deadline = attrgetter("deadline_s")
+
+
+def by_deadline(candidate: Candidate) -> float:
+    """The deadline that it arrived with: a resumed stream keeps its place."""
+    return candidate.urgency[1]
+
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        Policy("fcfs", _all, _arrival, _arrival),
-        Policy("sjf", _all, _size, _size),
-        Policy("srpt", _all, _remaining, _remaining),
-        Policy("edf", _all, _deadline, _deadline),
-        Policy("s-edf", _feasible, _deadline, _deadline),
+        Policy("fcfs", _all, _arrival, _arrival, can_starve=False),
+        Policy("sjf", _all, _size, _size, can_starve=True),
+        Policy("srpt", _all, _remaining, _remaining, can_starve=True),
+        Policy("edf", _all, by_deadline, by_deadline, can_starve=False),
+        Policy("s-edf", _feasible, by_deadline, by_deadline, can_starve=True),
+        Policy("goodput", _moore_hodgson, by_deadline, _remaining, can_starve=True),
     )
 }
 """The policies by the name that model.json uses."""
