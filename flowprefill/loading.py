@@ -11,6 +11,7 @@ from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
+from flowprefill.host_memory import available_bytes
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
 from flowprefill.predictor.profile import Profile, Profiler
@@ -19,7 +20,8 @@ from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_
 from flowprefill.programs.weights import load_weights
 
 _DEFAULT_CPU_SEQUENCES = 4
-"""Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise."""
+"""Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise or that were
+over half of the free memory."""
 
 OnProgress = Callable[[str, float], None]
 
@@ -74,22 +76,50 @@ def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec
 def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device) -> int:
     """KV blocks that the configured memory holds; enough for one request of max_model_len."""
     block_bytes = 2 * spec.num_layers * config.block_size * spec.kv_size * dtype.itemsize
-    blocks_per_request = -(-spec.max_position_embeddings // config.block_size)
-    if config.kv_cache_memory_bytes is not None:
-        memory = config.kv_cache_memory_bytes
-    elif device.torch_device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device.torch_device)
-        memory = int(free - (1 - config.gpu_memory_utilization) * total)
-    else:
-        memory = _DEFAULT_CPU_SEQUENCES * blocks_per_request * block_bytes
-    num_blocks = memory // block_bytes
-    if num_blocks < blocks_per_request:
-        need = blocks_per_request * block_bytes
-        raise ConfigError(
-            f"model.json: kv_cache_memory_bytes={memory}: one request of max_model_len="
-            f"{spec.max_position_embeddings} needs {need}; raise it or lower max_model_len"
+    need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
+    if device.torch_device.type == "cuda":
+        memory, setting = kv_cache_bytes(
+            config, need, *torch.cuda.mem_get_info(device.torch_device)
         )
-    return num_blocks
+    else:
+        memory, setting = kv_cache_bytes(config, need, available_bytes())
+    if memory < need:
+        raise ConfigError(
+            f"model.json: {setting}: one request of max_model_len={spec.max_position_embeddings} "
+            f"needs {need}; raise it or lower max_model_len"
+        )
+    return memory // block_bytes
+
+
+def kv_cache_bytes(
+    config: EngineConfig, need: int, free: int | None, cuda_total: int | None = None
+) -> tuple[int, str]:
+    """Size of the KV cache, bytes, and in words the setting that it comes from.
+
+    need: bytes of one request of max_model_len
+    free: bytes free on the device; None = not known
+    cuda_total: bytes of a CUDA card; None on a CPU
+    Raises ConfigError if a share of an unknown amount is asked for.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
+    if config.kv_cache_memory_fraction is not None:
+        setting = f"kv_cache_memory_fraction={config.kv_cache_memory_fraction}"
+        if free is None:
+            raise ConfigError(
+                f"model.json: {setting}: the system does not tell how much memory is free; set "
+                "kv_cache_memory_bytes instead"
+            )
+        return int(free * config.kv_cache_memory_fraction), f"{setting} of {free} free bytes"
+    wanted = _DEFAULT_CPU_SEQUENCES * need
+    if free is None:
+        return wanted, "kv_cache_memory_bytes by default"
+    if cuda_total is not None:
+        memory = int(free - (1 - config.gpu_memory_utilization) * cuda_total)
+        return memory, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {memory}"
+    # Half of what is free, but one request must fit if it can.
+    memory = min(wanted, max(need, free // 2), free)
+    return memory, f"kv_cache_memory_bytes is not set and {free} are free"
 
 
 def profile_model(model: LoadedModel, clock: Clock, on_progress: OnProgress) -> Profile:

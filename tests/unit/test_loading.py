@@ -10,7 +10,8 @@ import torch
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError
-from flowprefill.loading import LoadedModel, load_model
+from flowprefill.host_memory import available_bytes
+from flowprefill.loading import LoadedModel, kv_cache_bytes, load_model
 from tests.factories import write_tiny_gguf, write_tiny_model
 from tests.unit.programs.runs import Runner, load_quietly, random_tokens
 
@@ -56,6 +57,49 @@ class TestKVCacheSize:
         )
         with pytest.raises(ConfigError, match=message):
             load(directory, kv_cache_memory_bytes=need - 1)
+
+    def test_a_fraction_is_a_share_of_what_is_free(self, directory: Path) -> None:
+        free = available_bytes()
+        assert free is not None
+        fraction = 1000 * BLOCK_BYTES / free
+        num_blocks = load(directory, kv_cache_memory_fraction=fraction).cache.num_blocks
+        assert 500 < num_blocks < 2000  # other processes take and give meanwhile
+
+    def test_too_small_a_fraction_is_refused_with_the_numbers(self, directory: Path) -> None:
+        message = r"kv_cache_memory_fraction=1e-09 of \d+ free bytes: one request of max_model_len="
+        with pytest.raises(ConfigError, match=message):
+            load(directory, kv_cache_memory_fraction=1e-9)
+
+    @pytest.mark.parametrize(
+        ("need", "free", "expected"),
+        [
+            (100, None, 400),
+            (100, 800, 400),
+            (100, 600, 300),  # half of it
+            (100, 150, 100),  # one request is more than half
+            (100, 99, 99),  # does not fit
+        ],
+    )
+    def test_a_cpu_gives_half_of_what_is_free_by_default_if_one_request_fits(
+        self, need: int, free: int | None, expected: int
+    ) -> None:
+        memory, setting = kv_cache_bytes(EngineConfig("m"), need, free)
+        assert memory == expected
+        assert "kv_cache_memory_bytes" in setting
+
+    def test_a_card_gives_what_its_utilization_leaves(self) -> None:
+        config = EngineConfig("m", gpu_memory_utilization=0.75)
+        assert kv_cache_bytes(config, 100, 800, 1000) == (
+            550,
+            "gpu_memory_utilization=0.75 leaves 550",
+        )
+        config = EngineConfig("m", kv_cache_memory_fraction=0.5)
+        assert kv_cache_bytes(config, 100, 800, 1000)[0] == 400
+
+    def test_a_share_of_an_unknown_amount_is_refused(self) -> None:
+        config = EngineConfig("m", kv_cache_memory_fraction=0.5)
+        with pytest.raises(ConfigError, match="kv_cache_memory_fraction=0.5: the system does not"):
+            kv_cache_bytes(config, 100, None)
 
 
 class TestMaxModelLen:
