@@ -1,0 +1,1 @@
+"""The same scheduler under a virtual clock: event loop, cost models."""
