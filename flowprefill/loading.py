@@ -78,9 +78,8 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
     block_bytes = 2 * spec.num_layers * config.block_size * spec.kv_size * dtype.itemsize
     need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
     if device.torch_device.type == "cuda":
-        memory, setting = kv_cache_bytes(
-            config, need, *torch.cuda.mem_get_info(device.torch_device)
-        )
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        memory, setting = kv_cache_bytes(config, need, free, total)
     else:
         memory, setting = kv_cache_bytes(config, need, available_bytes())
     if memory < need:
@@ -113,13 +112,13 @@ def kv_cache_bytes(
         return int(free * config.kv_cache_memory_fraction), f"{setting} of {free} free bytes"
     wanted = _DEFAULT_CPU_SEQUENCES * need
     if free is None:
-        return wanted, "kv_cache_memory_bytes by default"
+        return wanted, f"kv_cache_memory_bytes={wanted} by default"
     if cuda_total is not None:
         memory = int(free - (1 - config.gpu_memory_utilization) * cuda_total)
         return memory, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {memory}"
     # Half of what is free, but one request must fit if it can.
     memory = min(wanted, max(need, free // 2), free)
-    return memory, f"kv_cache_memory_bytes is not set and {free} are free"
+    return memory, f"kv_cache_memory_bytes={memory} by default"
 
 
 def profile_model(model: LoadedModel, clock: Clock, on_progress: OnProgress) -> Profile:
