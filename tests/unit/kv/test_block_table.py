@@ -53,6 +53,50 @@ def test_neighbouring_blocks_in_order_are_contiguous(ids: list[int], is_contiguo
     assert table.first == ids[0]
 
 
+@given(st.lists(block_ids, min_size=1, max_size=8), st.integers(1, 600))
+def test_a_table_that_grew_equals_one_made_at_once(
+    pieces: list[list[int]], block_size: int
+) -> None:
+    grown = BlockTable([], block_size, CPU)
+    for piece in pieces:
+        grown.extend(piece)
+    ids = [block_id for piece in pieces for block_id in piece]
+    made = BlockTable(ids, block_size, CPU)
+    assert grown.ids[: len(made.ids)].tolist() == made.ids.tolist()
+    assert grown.ids[len(ids) :].count_nonzero() == 0
+    assert (grown.num_blocks, grown.first) == (made.num_blocks, made.first) == (len(ids), ids[0])
+    assert grown.is_contiguous is made.is_contiguous
+
+
+@pytest.mark.parametrize(
+    ("more", "is_contiguous"),
+    [([5, 6], True), ([], True), ([6], False), ([4], False), ([5, 7], False), ([3], False)],
+)
+def test_growing_keeps_a_table_contiguous_only_with_the_next_blocks(
+    more: list[int], is_contiguous: bool
+) -> None:
+    table = BlockTable([3, 4], 16, CPU)
+    table.extend(more)
+    assert table.is_contiguous is is_contiguous
+    table.extend([3 + table.num_blocks])
+    assert table.is_contiguous is is_contiguous
+
+
+def test_growing_block_by_block_seldom_copies_the_ids() -> None:
+    table, storages = BlockTable([], 16, CPU), set()
+    for block_id in range(1000):
+        table.extend([block_id])
+        storages.add(len(table.ids))
+    assert len(storages) <= 10
+
+
+def test_a_token_without_a_block_is_caught() -> None:
+    table = BlockTable([3, 4], 16, CPU)
+    table.slots(16, 32)
+    with pytest.raises(AssertionError, match="no block for token 32"):
+        table.slots(16, 33)
+
+
 class TestCache:
     """Rows written through a table's slots."""
 
