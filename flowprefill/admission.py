@@ -41,6 +41,10 @@ class Admission:
         self._num_tokens = 0
         self._prefill_s = 0.0
 
+    def __contains__(self, req_id: int) -> bool:
+        """Whether the request waits."""
+        return req_id in self._waiting
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +43,23 @@ class EngineStats:
     """Running and parked prefills."""
     num_decoding: int = 0
     num_kv_blocks_used: int = 0
+    num_kv_blocks_cached: int = 0
+    """Blocks that nobody uses, with content that a later prompt may share."""
     num_kv_blocks: int = 0
+    pass_bytes: int = 0
+    """Tensors that running and parked prefills hold beside their KV blocks."""
     num_decisions: int = 0
     num_wakeups: int = 0
     """Times the engine thread woke from waiting on its inbox."""
     decision_seconds_total: float = 0.0
     num_preemptions: int = 0
+    num_evictions: int = 0
+    """Times a request lost its KV blocks to a more urgent one."""
     num_slices: int = 0
     num_prefill_tokens: int = 0
+    """Prompt tokens of requests that got their first token."""
+    num_cached_tokens: int = 0
+    """Those of them that were found in the KV cache."""
     num_generated_tokens: int = 0
     num_started: int = 0
     num_finished: int = 0
@@ -65,3 +75,44 @@ class EngineStats:
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> EngineStats:
         return EngineStats(**wire)
+
+
+MAX_BLOCKING_SAMPLES = 4096
+
+
+@dataclass
+class EngineCounters:
+    """What an engine counts since its start.
+
+    Each field has one thread that writes it, so stats() may read at any time.
+    """
+
+    wakeups: int = 0
+    decision_s: float = 0.0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    started: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    blocking_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_BLOCKING_SAMPLES))
+
+    def stats(self, **gauges: int) -> EngineStats:
+        """These counters beside `gauges` and counters that others keep."""
+        return EngineStats(
+            num_wakeups=self.wakeups,
+            decision_seconds_total=self.decision_s,
+            num_prefill_tokens=self.prefill_tokens,
+            num_cached_tokens=self.cached_tokens,
+            num_generated_tokens=self.generated_tokens,
+            num_started=self.started,
+            num_finished=self.finished,
+            num_cancelled=self.cancelled,
+            num_rejected=self.rejected + self.timed_out,
+            num_failed=self.failed,
+            blocking_s=list(self.blocking_s),
+            **gauges,
+        )

@@ -53,10 +53,9 @@ class DecoderProgram:
         self.query_scale = query_scale(spec.head_dim)
 
     def prefill(self, inputs: Sequence[SequenceInput], granularity: Granularity) -> DecoderState:
-        """Start the prefill of one or several prompts, packed. A chunk pass takes one prompt."""
+        """Start the prefill of one or several prompts, packed. Several are one pass, not chunks."""
         lengths = [i.start + len(i.token_ids) for i in inputs]
-        if granularity.kind == "chunk":
-            assert len(inputs) == 1, "chunks are cut from one prompt"
+        if granularity.kind == "chunk" and len(inputs) == 1:
             start, end, size = inputs[0].start, lengths[0], granularity.chunk_tokens
             edges = [start, *range((start // size + 1) * size, end, size), end]
             pass_spans = [[Span(low, high)] for low, high in itertools.pairwise(edges)]

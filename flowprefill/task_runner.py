@@ -1,0 +1,195 @@
+"""TaskRunner: runs what was decided until it ends or something happens, and says what that means.
+
+A prefill runs slice by slice, with the decode steps that are due beside it; at each boundary the
+engine is asked whether to leave. Knows no scheduler beyond the vocabulary of its events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowprefill.clock import Clock
+from flowprefill.executor.executor import Executor, RunReport
+from flowprefill.executor.sampler import Sampler
+from flowprefill.kv.prefix import prefix_keys
+from flowprefill.passes import Pass, Passes
+from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.programs.program import ProgramState
+from flowprefill.request_book import LiveRequest, RequestBook
+from flowprefill.scheduler.events import (
+    Decision,
+    DecodeStep,
+    DecodeStepDone,
+    Event,
+    Finished,
+    PacedSteps,
+    PrefillDone,
+    PrefillParked,
+    PrefillTask,
+)
+from flowprefill.stats import EngineCounters
+
+
+@dataclass
+class TaskRunner:
+    """Everything that the engine thread does on the device."""
+
+    passes: Passes
+    executor: Executor
+    sampler: Sampler
+    predictor: FittedPredictor
+    book: RequestBook
+    counters: EngineCounters
+    clock: Clock
+    prefix_caching: bool
+    should_leave: Callable[[], bool]
+    """Something happened that must be decided on; asked at each boundary."""
+
+    def run(self, decision: Decision, newcomers: set[int]) -> list[Event]:
+        """Run the decided task until it ends or is left. Returns what the scheduler must know.
+
+        newcomers: requests whose arrival the decision answered
+        """
+        if isinstance(decision.task, PrefillTask):
+            return self._run_prefill(decision.task, decision.steps, newcomers)
+        if isinstance(decision.task, DecodeStep):
+            return self._run_steps(decision.task, decision.max_steps)
+        return []
+
+    # ---- tasks --------------------------------------------------------------------------------
+
+    def _run_prefill(
+        self, task: PrefillTask, steps: PacedSteps | None, newcomers: set[int]
+    ) -> list[Event]:
+        """Run the prefill, and decode steps beside it when they are due."""
+        if not all([self.book.start(req_id) for req_id in task.req_ids]):
+            return []  # one has been timed out, which the inbox tells
+        # The first slice of a newcomer that takes the device from others ends their blocking time.
+        blocked = newcomers.intersection(task.req_ids) if self._interrupts(task) else set()
+        prefill = self.passes.prefill(task, self.book.live)
+        pace = _Pace(steps)
+        stepped: list[Event] = []
+        while True:
+            if pace.is_due(self.clock.now_s()):
+                stepped = _merge(stepped, self._run_steps(pace.step, 1))
+                pace.note_step(self.clock.now_s())
+                if self.should_leave() or pace.is_over or _has_end(stepped):
+                    return [self._park(task, prefill), *stepped]
+            report = self._run_state(
+                prefill.state, lambda: self.should_leave() or pace.is_due(self.clock.now_s())
+            )
+            self._note_blocking(blocked, report)
+            blocked = set()
+            if report.is_done:
+                del self.passes.prefills[task.task_id]
+                return [*stepped, PrefillDone(task.task_id), *self._sample(prefill)]
+            if self.should_leave():
+                return [self._park(task, prefill), *stepped]
+
+    def _run_steps(self, step: DecodeStep, max_steps: int) -> list[Event]:
+        """Run decode steps until one ends a request, max_steps have run, or something happens."""
+        happened: list[Event] = []
+        for _ in range(max_steps):
+            decode = self.passes.decode(step, self.book.live)
+            if not self._run_state(decode.state, self.should_leave).is_done:
+                break
+            self.passes.step = None
+            ended = self._sample(decode)
+            done = DecodeStepDone(decode.req_ids, self.clock.now_s())
+            happened = _merge(happened, [done, *ended])
+            # A step that was left midway may have had other members than those that are due now.
+            if ended or decode.req_ids != step.req_ids or self.should_leave():
+                break
+        return happened
+
+    def _run_state(self, state: ProgramState, should_leave: Callable[[], bool]) -> RunReport:
+        report = self.executor.run(state, should_leave)
+        if report.is_done:  # else launched slices may still run, and busy_s would be too short
+            self.predictor.observe(report.busy_s, report.predicted_s)
+        return report
+
+    def _park(self, task: PrefillTask, prefill: Pass) -> PrefillParked:
+        return PrefillParked(task.task_id, prefill.state.remaining_s(self.predictor.slice_s))
+
+    def _interrupts(self, task: PrefillTask) -> bool:
+        """Whether its start takes the device from a pass in progress."""
+        return task.task_id not in self.passes.prefills and not self.passes.is_empty
+
+    def _note_blocking(self, blocked: set[int], report: RunReport) -> None:
+        """Time from the arrival in the inbox to the first slice, of newcomers that preempt."""
+        for req_id in blocked:
+            self.counters.blocking_s.append(report.started_s - self.book.live[req_id].put_s)
+
+    # ---- tokens -------------------------------------------------------------------------------
+
+    def _sample(self, done: Pass) -> list[Finished]:
+        """Choose and send the next token of each request. Returns those that ended with it."""
+        live = self.book.live
+        rows = [row for row, req_id in enumerate(done.req_ids) if req_id in live]
+        members = [(done.req_ids[row], live[done.req_ids[row]]) for row in rows]
+        logits = done.state.logits
+        if len(rows) < len(done.req_ids):  # somebody was cancelled meanwhile
+            logits = logits[rows]
+        sampled = self.sampler.sample(logits, [request.sampling for _, request in members])
+        now_s = self.clock.now_s()
+        ended = []
+        for (req_id, request), one in zip(members, sampled, strict=True):
+            if one.error:
+                self.book.fail(req_id, "INTERNAL", one.error)
+                ended.append(Finished(req_id))
+                continue
+            if not request.sampling.output_token_ids:
+                self._count_prefill(req_id, request)
+            if self.book.give_token(req_id, one, now_s):
+                ended.append(Finished(req_id, self._written_keys(request)))
+        return ended
+
+    def _count_prefill(self, req_id: int, request: LiveRequest) -> None:
+        self.counters.prefill_tokens += len(request.request.prompt_token_ids)
+        self.counters.cached_tokens += self.passes.blocks.num_cached_tokens(req_id)
+
+    def _written_keys(self, request: LiveRequest) -> tuple[bytes, ...]:
+        """Keys of the full blocks that were written; the last token's K and V were not."""
+        if not self.prefix_caching:
+            return ()
+        written = request.token_ids[:-1]
+        return prefix_keys(written, self.passes.block_size, request.prefix_keys)
+
+
+class _Pace:
+    """When the next of the decode steps beside a prefill is due."""
+
+    def __init__(self, steps: PacedSteps | None) -> None:
+        self._steps = steps
+        self._release_s = steps.release_s if steps else 0.0
+        self._num_left = steps.max_steps if steps else 0
+
+    @property
+    def step(self) -> DecodeStep:
+        assert self._steps is not None
+        return self._steps.step
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left == 0
+
+    def is_due(self, now_s: float) -> bool:
+        return self._num_left > 0 and now_s >= self._release_s
+
+    def note_step(self, end_s: float) -> None:
+        assert self._steps is not None
+        self._num_left -= 1
+        self._release_s = end_s + self._steps.interval_s
+
+
+def _has_end(events: list[Event]) -> bool:
+    return any(isinstance(event, Finished) for event in events)
+
+
+def _merge(before: list[Event], after: list[Event]) -> list[Event]:
+    """Both, with a repeated decode step counted instead of listed."""
+    match before[-1:], after[:1]:
+        case [DecodeStepDone(ids, _, count)], [DecodeStepDone(same, end_s, more)] if ids == same:
+            return [*before[:-1], DecodeStepDone(ids, end_s, count + more), *after[1:]]
+    return [*before, *after]
