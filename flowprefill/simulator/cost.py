@@ -43,6 +43,10 @@ class CostModel(Predictor, Protocol):
         """A prefill of one or several prompts, packed."""
         ...
 
+    def step_timeline(self, num_seqs: int, num_context_tokens: int) -> Timeline:
+        """A decode step, see decode_step_s; its boundaries do not depend on granularity."""
+        ...
+
 
 @dataclass(frozen=True)
 class PassTimeline:

@@ -146,9 +146,7 @@ class RooflineCost:
         return self.timeline(prompts, self._granularity).total_s
 
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
-        attention_s = self._attention_s(num_seqs, num_context_tokens, num_context_tokens)
-        layer_s = self._rows_s(num_seqs) + attention_s
-        return self._spec.num_layers * layer_s + self._product_s(self._lm_head, num_seqs)
+        return self.step_timeline(num_seqs, num_context_tokens).total_s
 
     # ---- timelines ----------------------------------------------------------------------------
 
@@ -156,6 +154,19 @@ class RooflineCost:
         """See CostModel. Chunks are cut at multiples of their size in a prompt; packed prompts are
         cut like one."""
         return self._timeline(tuple(prompts), granularity)
+
+    def step_timeline(self, num_seqs: int, num_context_tokens: int) -> Timeline:
+        """See CostModel: left after any operator."""
+        attention_s = self._attention_s(num_seqs, num_context_tokens, num_context_tokens)
+        products = (self._o_proj, self._gate_up, self._down)
+        operators = [
+            self._product_s(self._qkv, num_seqs),
+            attention_s,
+            *(self._product_s(product, num_seqs) for product in products),
+        ]
+        layer = _stretches([(s, s) for s in operators])
+        head_s = self._product_s(self._lm_head, num_seqs)
+        return LayerTimeline(layer, self._spec.num_layers, [Stretch(head_s, head_s)])
 
     def _compute_timeline(
         self, prompts: tuple[tuple[int, int], ...], granularity: Granularity
