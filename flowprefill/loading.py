@@ -23,6 +23,9 @@ _DEFAULT_CPU_SEQUENCES = 4
 """Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise or that were
 over half of the free memory."""
 
+_MIN_KV_TOKENS = 256
+"""KV cache that a useful engine has at least, unless max_model_len is smaller."""
+
 OnProgress = Callable[[str, float], None]
 
 
@@ -74,7 +77,10 @@ def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec
 
 
 def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device) -> int:
-    """KV blocks that the configured memory holds; enough for one request of max_model_len."""
+    """KV blocks that the configured memory holds.
+
+    They may be too few for a request of max_model_len: the engine refuses what cannot fit.
+    """
     block_bytes = 2 * spec.num_layers * config.block_size * spec.kv_size * dtype.itemsize
     need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
     if device.torch_device.type == "cuda":
@@ -82,11 +88,9 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
         memory, setting = kv_cache_bytes(config, need, free, total)
     else:
         memory, setting = kv_cache_bytes(config, need, available_bytes())
-    if memory < need:
-        raise ConfigError(
-            f"model.json: {setting}: one request of max_model_len={spec.max_position_embeddings} "
-            f"needs {need}; raise it or lower max_model_len"
-        )
+    smallest = min(need, -(-_MIN_KV_TOKENS // config.block_size) * block_bytes)
+    if memory < smallest:
+        raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
     return memory // block_bytes
 
 

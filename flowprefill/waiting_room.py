@@ -19,13 +19,14 @@ class WaitingRoom:
     def __init__(
         self, admission: Admission, clock: Clock, on_timeout: Callable[[int], None]
     ) -> None:
-        """on_timeout(req_id): called on the room's thread, under its lock, so that whoever finds a
-        request gone finds what on_timeout did as well; must return at once and not call back."""
+        """on_timeout(req_id): called on the room's thread or a caller's, under the room's lock, so that
+        whoever finds a request gone finds what on_timeout did as well; must return at once and not
+        call back."""
         self._admission = admission
         self._clock = clock
         self._on_timeout = on_timeout
         self._changed = threading.Condition()
-        self._is_sleeping_long = False  # the thread waits for somebody to come
+        self._wakes_s: float | None = None  # when the thread wakes; None = not by itself
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="queue-timeout", daemon=True)
         self._thread.start()
@@ -34,12 +35,14 @@ class WaitingRoom:
         """As Admission.admit. Raises QueueFullError."""
         with self._changed:
             self._admission.admit(req_id, num_tokens, arrival_s, prefill_s)
-            if self._is_sleeping_long:  # else it wakes at an earlier time than this one's
+            timeout_s = self._admission.next_timeout_s()
+            if timeout_s is not None and (self._wakes_s is None or timeout_s < self._wakes_s):
                 self._changed.notify()
 
     def leave(self, req_id: int) -> bool:
-        """As Admission.leave."""
+        """As Admission.leave; whose time is up has been timed out."""
         with self._changed:
+            self._expire()
             return self._admission.leave(req_id)
 
     def __contains__(self, req_id: int) -> bool:
@@ -58,13 +61,14 @@ class WaitingRoom:
     def _run(self) -> None:
         with self._changed:
             while not self._is_closed:
-                for req_id in self._admission.expire(self._clock.now_s()):
-                    self._on_timeout(req_id)
-                timeout_s = self._admission.next_timeout_s()
-                self._is_sleeping_long = timeout_s is None
+                self._expire()
+                self._wakes_s = self._admission.next_timeout_s()
                 wait_s = None
-                if timeout_s is not None:
-                    left_s = max(0.0, timeout_s - self._clock.now_s())
+                if self._wakes_s is not None:
+                    left_s = max(0.0, self._wakes_s - self._clock.now_s())
                     wait_s = min(left_s, threading.TIMEOUT_MAX)
                 self._changed.wait(wait_s)
-                self._is_sleeping_long = False
+
+    def _expire(self) -> None:
+        for req_id in self._admission.expire(self._clock.now_s()):
+            self._on_timeout(req_id)

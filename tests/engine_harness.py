@@ -130,7 +130,7 @@ class Harness:
         assert stats.num_waiting == stats.num_prefilling == stats.num_decoding == 0
         assert stats.num_kv_blocks_used == 0
         self.engine._scheduler.check_integrity()
-        assert not self.engine._prefills and self.engine._step is None
+        assert self.engine._runner.passes.is_empty
 
 
 @contextmanager

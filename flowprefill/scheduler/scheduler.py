@@ -9,7 +9,7 @@ The rules, each with a scenario in tests/unit/scheduler:
 - Order of prefills: the policy's (policy.py), among the tenants that are not ahead of their share
   (fairness.py); prefills past their deadline are owed a share of the device (ageing.py). A switch
   from one prefill to another needs an event that can start a task (arrival, end, cancel, timer),
-  and one wake-up gives one switch at most; keys that differ by less than a slice never switch. So
+  and one wake-up gives one switch at most; keys that differ by less than what a switch costs never do. So
   there are never more preemptions than such events.
 - Short waiting prompts are packed with a short one that starts (batching.py).
 - KV blocks: see memory.py. One that ranks first but finds too few blocks is skipped over by those
@@ -61,6 +61,8 @@ MAX_FITTING_TRIES = 8
 """Requests that are tried for room in one decision; then those that hold blocks go on."""
 MIN_OVERRUN_SLICES = 10
 """Slices an overrun must last at least, so that a prediction near 0 does not decide at each."""
+SWITCH_COST_S = 0.0005
+"""What a switch between two prefills costs; keys that differ by less do not switch."""
 RESCALE_FROM = 0.02
 """Relative change of the device's speed from which predictions made before are scaled."""
 
@@ -448,7 +450,7 @@ class Scheduler:
         """The policy's choice, among tenants that are not ahead of their share."""
         if self._fair_share:
             candidates = self._fair_share.within_share(candidates)
-        return self._policy.choose(candidates, current, now_s, stretch, self._options.max_slice_s)
+        return self._policy.choose(candidates, current, now_s, stretch, SWITCH_COST_S)
 
     def _is_owed(self, late: Tracked, best: Tracked, now_s: float, stretch: float) -> bool:
         """Whether the prefill that has been late longest goes first, although others pass it."""
