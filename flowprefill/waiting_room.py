@@ -19,9 +19,9 @@ class WaitingRoom:
     def __init__(
         self, admission: Admission, clock: Clock, on_timeout: Callable[[int], None]
     ) -> None:
-        """on_timeout(req_id): called on the room's thread or a caller's, under the room's lock, so that
-        whoever finds a request gone finds what on_timeout did as well; must return at once and not
-        call back."""
+        """on_timeout(req_id): called on the room's thread or a caller's, under the room's lock, so
+        that whoever finds a request gone finds what on_timeout did as well; must return at once and
+        not call back."""
         self._admission = admission
         self._clock = clock
         self._on_timeout = on_timeout

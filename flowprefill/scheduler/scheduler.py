@@ -9,8 +9,8 @@ The rules, each with a scenario in tests/unit/scheduler:
 - Order of prefills: the policy's (policy.py), among the tenants that are not ahead of their share
   (fairness.py); prefills past their deadline are owed a share of the device (ageing.py). A switch
   from one prefill to another needs an event that can start a task (arrival, end, cancel, timer),
-  and one wake-up gives one switch at most; keys that differ by less than what a switch costs never do. So
-  there are never more preemptions than such events.
+  and one wake-up gives one switch at most; keys that differ by less than a switch costs never
+  switch. So there are never more preemptions than such events.
 - Short waiting prompts are packed with a short one that starts (batching.py).
 - KV blocks: see memory.py. One that ranks first but finds too few blocks is skipped over by those
   that fit; after MAX_SKIPS such starts nothing else starts until it has its blocks.
