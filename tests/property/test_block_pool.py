@@ -135,9 +135,11 @@ class BlockPoolMachine(RuleBasedStateMachine):
         holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.free(holder.block_ids)
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=7 * BLOCK_SIZE))
-    def look_up(self, tokens: list[int]) -> None:
-        self.match(tuple(tokens))
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=7 * BLOCK_SIZE), at=st.integers(0, 7))
+    def look_up_with_a_gap(self, tokens: list[int], at: int) -> None:
+        keys = prefix_keys(tokens, BLOCK_SIZE)
+        with_gap = (*keys[:at], b"nobody's", *keys[at:])
+        assert self.pool.match(with_gap) == self.known_blocks(tuple(tokens))[:at]
 
     @invariant()
     def counts_add_up(self) -> None:
