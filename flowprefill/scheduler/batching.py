@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+from flowprefill.scheduler.policy import slack_s
 from flowprefill.scheduler.tracked import Tracked
 
 MIN_SLACK_SHARE = 0.1
@@ -30,14 +31,16 @@ def joiners(
 ) -> list[Tracked]:
     """Requests to pack with `chosen`, which has its blocks already.
 
-    waiting: in the order in which they would be served; `chosen` is not among them.
+    waiting: in the order of urgency; `chosen` is not among them. While `chosen` can be on time,
+    only those that can be so too join it.
     max_tokens: tokens of the pass at most; reserve(request): gives it its blocks, if there is room
     """
     tokens = chosen.num_input_tokens - chosen.num_cached_tokens
     pass_s = chosen.remaining_s
     latest_end_s = _latest_end_s(chosen, now_s)
     joined: list[Tracked] = []
-    for request in islice(waiting, MAX_LOOKED_AT):
+    in_time = (r for r in waiting if latest_end_s == math.inf or slack_s(r, now_s) >= 0)
+    for request in islice(in_time, MAX_LOOKED_AT):
         if tokens >= max_tokens or len(joined) + 1 >= max_requests:
             break
         tokens_with = tokens + request.num_input_tokens

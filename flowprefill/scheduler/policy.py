@@ -31,6 +31,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
+MAX_CONSIDERED = 2_000
+"""Most urgent candidates among which `goodput` drops; bounds the time of a decision. Later ones are
+considered when their deadlines come nearer."""
+
 
 class Candidate(Protocol):
     """What a policy may know about a prefill that waits, is parked, or ran until now."""
@@ -140,15 +144,15 @@ def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Seq
     end_s = now_s
     droppable: list[tuple[int, float, int]] = []  # heap: lowest rank, then most time per worth
     dropped = set()
-    for index, candidate in enumerate(feasible):
-        if candidate.deadline_s == math.inf:  # a stream that is resumed: nothing to be late for
-            end_s += candidate.remaining_s * stretch
-            continue
+    for index, candidate in enumerate(feasible[:MAX_CONSIDERED]):
         needed_s = candidate.remaining_s * stretch
         end_s += needed_s
+        deadline_s = candidate.deadline_s
+        if deadline_s == math.inf:  # a stream that is resumed: it cannot be late, nor be dropped
+            continue
         heapq.heappush(droppable, (candidate.rank, -needed_s / candidate.weight, index))
-        while end_s > candidate.deadline_s and droppable:
-            _, _, worst = heapq.heappop(droppable)
+        while end_s > deadline_s and droppable:
+            worst = heapq.heappop(droppable)[2]
             end_s -= feasible[worst].remaining_s * stretch
             dropped.add(worst)
     if not dropped:

@@ -439,7 +439,7 @@ class Scheduler:
         if late is not None and late is not best and self._is_owed(late, best, now_s, stretch):
             best = late
         may_start = self._overdue() is None
-        if best.block_ids or (may_start and self._try_start_task(best, now_s, stretch)):
+        if best.block_ids or (may_start and self._try_start_task(best, now_s)):
             return best
         self._num_skips.setdefault(best.req_id, 0)
         return self._first_that_fits(best, may_start, now_s, stretch)
@@ -469,7 +469,7 @@ class Scheduler:
             if not fitting:
                 return None
             choice = self._first(fitting, current, now_s, stretch)
-            if choice.block_ids or self._try_start_task(choice, now_s, stretch, may_evict=False):
+            if choice.block_ids or self._try_start_task(choice, now_s, may_evict=False):
                 return choice
             fitting.remove(choice)
             if num_tries == MAX_FITTING_TRIES:
@@ -496,9 +496,7 @@ class Scheduler:
         while (request := self._overdue()) and self._try_start(request, may_evict=True):
             self._new_task([request])
 
-    def _try_start_task(
-        self, request: Tracked, now_s: float, stretch: float, *, may_evict: bool = True
-    ) -> bool:
+    def _try_start_task(self, request: Tracked, now_s: float, *, may_evict: bool = True) -> bool:
         """Start a waiting request and those that are packed with it."""
         if not self._try_start(request, may_evict=may_evict):
             return False
@@ -507,10 +505,9 @@ class Scheduler:
         if max_tokens is None:
             max_tokens = self._predictor.saturation_tokens
         if self._waiting and request.num_input_tokens - request.num_cached_tokens < max_tokens:
-            waiting = [c for c in self._candidates if not c.block_ids]
             members += joiners(
                 request,
-                self._policy.kept(waiting, now_s, stretch) or waiting,
+                (c for c in self._candidates if not c.block_ids),
                 max_tokens=max_tokens,
                 max_requests=self._options.max_num_seqs,
                 now_s=now_s,
