@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.errors import FlowPrefillError
-from flowprefill.request import SLO, FinishReason, Request, TokenOutput
+from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.text_stream import TextStream
 from flowprefill.tokenizer import load_tokenizer
@@ -35,8 +35,7 @@ def generate(
     outputs: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
     engine = Engine(config, outputs.put, on_progress)
     try:
-        slo = SLO(config.ttft_slo_ms / 1000, config.tbt_slo_ms / 1000)
-        engine.submit(Request(1, prompt_ids, sampling, slo, time.monotonic()))
+        engine.submit(Request(1, prompt_ids, sampling, config.slo(), time.monotonic()))
         yield from _texts(outputs, TextStream(tokenizer, sampling))
     finally:
         engine.close()

@@ -48,15 +48,21 @@ class TestKVCacheSize:
         model = load(directory, dtype="bfloat16", kv_cache_memory_bytes=40 * BLOCK_BYTES)
         assert model.cache.num_blocks == 80
 
-    def test_too_small_for_one_request_is_refused_with_the_numbers(self, directory: Path) -> None:
-        need = MAX_LEN // 16 * BLOCK_BYTES
-        load(directory, kv_cache_memory_bytes=need)
-        message = (
-            rf"kv_cache_memory_bytes={need - 1}: one request of max_model_len={MAX_LEN} "
-            rf"needs {need};"
-        )
+    def test_it_may_hold_less_than_max_model_len(self, directory: Path) -> None:
+        model = load(directory, kv_cache_memory_bytes=MAX_LEN // 2 // 16 * BLOCK_BYTES)
+        assert model.cache.num_blocks == MAX_LEN // 2 // 16
+
+    @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(MAX_LEN, 16), (100, 7), (17, 2)])
+    def test_too_small_a_memory_is_refused_with_the_numbers(
+        self, directory: Path, max_model_len: int, num_blocks: int
+    ) -> None:
+        """256 tokens at least, or max_model_len if that is less."""
+        need = num_blocks * BLOCK_BYTES
+        model = load(directory, max_model_len=max_model_len, kv_cache_memory_bytes=need)
+        assert model.cache.num_blocks == num_blocks
+        message = rf"kv_cache_memory_bytes={need - 1}: the KV cache needs at least {need} bytes"
         with pytest.raises(ConfigError, match=message):
-            load(directory, kv_cache_memory_bytes=need - 1)
+            load(directory, max_model_len=max_model_len, kv_cache_memory_bytes=need - 1)
 
     def test_a_fraction_is_a_share_of_what_is_free(self, directory: Path) -> None:
         free = available_bytes()
@@ -66,7 +72,11 @@ class TestKVCacheSize:
         assert 500 < num_blocks < 2000  # other processes take and give meanwhile
 
     def test_too_small_a_fraction_is_refused_with_the_numbers(self, directory: Path) -> None:
-        message = r"kv_cache_memory_fraction=1e-09 of \d+ free bytes: one request of max_model_len="
+        need = 16 * BLOCK_BYTES
+        message = (
+            r"kv_cache_memory_fraction=1e-09 of \d+ free bytes: the KV cache needs at least "
+            rf"{need} bytes"
+        )
         with pytest.raises(ConfigError, match=message):
             load(directory, kv_cache_memory_fraction=1e-9)
 
