@@ -8,7 +8,6 @@ from flowprefill.request import RequestStatus
 from flowprefill.scheduler.events import (
     Cancel,
     Decision,
-    DecodeStep,
     DecodeStepDone,
     Drain,
     Finished,
@@ -18,19 +17,26 @@ from flowprefill.scheduler.events import (
     Timer,
 )
 from flowprefill.scheduler.policy import POLICIES
-from tests.unit.scheduler.helpers import SLICE_S, Device, make_arrival, make_scheduler
+from flowprefill.scheduler.scheduler import SWITCH_COST_S
+from tests.unit.scheduler.device import Device
+from tests.unit.scheduler.helpers import (
+    SLICE_S,
+    make_arrival,
+    make_scheduler,
+    pool_of,
+    prefill_of,
+    run_prefill,
+    run_whole,
+)
 
-
-def prefill_of(decision: Decision) -> PrefillTask:
-    assert isinstance(decision.task, PrefillTask)
-    return decision.task
+DEADLINE_POLICIES = ["edf", "s-edf", "goodput"]
 
 
 def test_an_idle_scheduler_asks_for_nothing() -> None:
     assert make_scheduler().decide(0.0, []) == Decision(None)
 
 
-@pytest.mark.parametrize("policy", ["sjf", "srpt", "edf", "s-edf"])
+@pytest.mark.parametrize("policy", ["sjf", "srpt", *DEADLINE_POLICIES])
 def test_an_urgent_arrival_preempts_at_the_next_boundary_and_the_long_one_resumes(
     policy: str,
 ) -> None:
@@ -39,9 +45,9 @@ def test_an_urgent_arrival_preempts_at_the_next_boundary_and_the_long_one_resume
     device.submit(make_arrival(1, 2.001, num_prompt_tokens=64, max_tokens=1, ttft_slo_s=0.4))
     device.run()
     assert device.prefill_order() == [0, 1, 0]
-    assert device.ttft_s(1, 2.001) <= 0.064 + SLICE_S
+    assert device.ttft_s(1) <= 0.064 + SLICE_S
     assert device.token_times[0] == [pytest.approx(7.5 + 0.064)]
-    tasks = [ran.task.task_id for ran in device.log if isinstance(ran.task, PrefillTask)]
+    tasks = [d.task.task_id for _, d in device.decisions if isinstance(d.task, PrefillTask)]
     assert tasks[0] == tasks[-1], "resumed as a new task"
 
 
@@ -86,10 +92,23 @@ def test_equals_never_displace_each_other(policy: str) -> None:
     device = Device(make_scheduler(policy))
     for req_id in range(8):  # same size and deadline, all there at once
         device.submit(make_arrival(req_id, 0.0, num_prompt_tokens=300, max_tokens=1))
-    for _ in range(50):
-        device.send(0.01 * _, Timer())
+    for i in range(50):
+        device.send(0.01 * i, Timer())
     device.run()
     assert device.prefill_order() == list(range(8))
+
+
+@pytest.mark.parametrize("policy", DEADLINE_POLICIES)
+@pytest.mark.parametrize(("gain", "order"), [(0.9, [0, 1]), (1.1, [0, 1, 0])])
+def test_deadlines_closer_than_a_switch_costs_never_switch(
+    policy: str, gain: float, order: list[int]
+) -> None:
+    device = Device(make_scheduler(policy))
+    device.submit(make_arrival(0, num_prompt_tokens=1000, max_tokens=1, ttft_slo_s=5.0))
+    ttft_slo_s = 4.5 - gain * SWITCH_COST_S
+    device.submit(make_arrival(1, 0.5, num_prompt_tokens=500, max_tokens=1, ttft_slo_s=ttft_slo_s))
+    device.run()
+    assert device.prefill_order() == order
 
 
 def test_srpt_keeps_a_prefill_that_is_nearly_done_while_sjf_switches() -> None:
@@ -103,16 +122,46 @@ def test_srpt_keeps_a_prefill_that_is_nearly_done_while_sjf_switches() -> None:
     assert orders == {"srpt": [0, 1], "sjf": [0, 1, 0]}
 
 
-def test_a_hopeless_newcomer_never_displaces_one_that_is_on_time() -> None:
-    device = Device(make_scheduler("s-edf"))
+@pytest.mark.parametrize("policy", ["s-edf", "goodput"])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_hopeless_newcomer_of_any_rank_never_displaces_one_that_is_on_time(
+    policy: str, rank: int
+) -> None:
+    device = Device(make_scheduler(policy))
     device.submit(make_arrival(0, num_prompt_tokens=1000, max_tokens=1, ttft_slo_s=1.5))
-    device.submit(make_arrival(1, 0.1, num_prompt_tokens=600, max_tokens=1, ttft_slo_s=0.5))
+    device.submit(
+        make_arrival(1, 0.1, num_prompt_tokens=600, max_tokens=1, ttft_slo_s=0.5, rank=rank)
+    )
     device.run()
     assert device.prefill_order() == [0, 1]
 
 
-def test_a_stream_of_late_requests_is_served_in_order_without_preemptions() -> None:
-    device = Device(make_scheduler("s-edf"))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_at_equal_feasibility_a_higher_rank_preempts(policy: str) -> None:
+    device = Device(make_scheduler(policy))
+    device.submit(make_arrival(0, num_prompt_tokens=500, max_tokens=1, ttft_slo_s=2.0))
+    # Later, longer and less urgent: nothing but its rank speaks for it.
+    device.submit(make_arrival(1, 0.1, num_prompt_tokens=900, max_tokens=1, ttft_slo_s=5.0, rank=1))
+    device.run()
+    assert device.prefill_order() == [0, 1, 0]
+
+
+def test_among_late_requests_a_higher_rank_goes_first() -> None:
+    device = Device(make_scheduler("s-edf", starvation_share=0.0))
+    device.submit(make_arrival(0, num_prompt_tokens=500, max_tokens=1, ttft_slo_s=0.1))
+    for req_id, rank in ((1, 0), (2, 2), (3, 1)):
+        device.submit(
+            make_arrival(
+                req_id, 0.2, num_prompt_tokens=300, max_tokens=1, ttft_slo_s=0.1, rank=rank
+            )
+        )
+    device.run()
+    assert device.prefill_order() == [0, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize("policy", ["s-edf", "fcfs", "edf"])
+def test_a_stream_of_late_requests_is_served_in_order_without_preemptions(policy: str) -> None:
+    device = Device(make_scheduler(policy))
     for req_id in range(40):  # every one needs three times its objective
         device.submit(
             make_arrival(req_id, 0.05 * req_id, num_prompt_tokens=300, max_tokens=1, ttft_slo_s=0.1)
@@ -123,28 +172,21 @@ def test_a_stream_of_late_requests_is_served_in_order_without_preemptions() -> N
 
 
 def test_the_end_of_a_decode_step_alone_switches_no_prefill() -> None:
-    """Time makes the parked one feasible no more, nor the current one; only events may switch."""
+    """Time makes the current one late and another one not; only events may switch."""
     scheduler = make_scheduler("s-edf")
-    first = prefill_of(scheduler.decide(0.0, [make_arrival(0, num_prompt_tokens=1, tbt_slo_s=0.1)]))
-    events = [
-        PrefillDone(first.task_id),
+    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=1, tbt_slo_s=0.1))
+    arrivals = [
         make_arrival(1, 0.001, num_prompt_tokens=400, ttft_slo_s=0.5),  # the earlier deadline
         make_arrival(2, 0.001, num_prompt_tokens=400, ttft_slo_s=9.0),
     ]
-    second = prefill_of(scheduler.decide(0.001, events))
-    assert second.req_ids == (1,)
-    # At the step's release request 1 is on time; during the step it gets late.
-    step = scheduler.decide(0.09, [PrefillParked(second.task_id, 0.4), Timer()])
-    assert isinstance(step.task, DecodeStep)
-    assert scheduler.status(1) is RequestStatus.PREEMPTED
-    assert scheduler.num_preemptions(1) == 0, "a step is no preemption"
-    # The timer allows one switch, to the request that can still be on time ...
-    third = prefill_of(scheduler.decide(0.2, [DecodeStepDone(step.task.req_ids)]))
-    assert third.req_ids == (2,)
+    first = prefill_of(scheduler.decide(0.001, arrivals))
+    assert first.req_ids == (1,)
+    state = [PrefillParked(first.task_id, 0.4), DecodeStepDone((0,), 0.2)]
+    assert scheduler.decide(0.2, state).task == first, "late by now"
+    assert scheduler.num_preemptions() == 0
+    second = prefill_of(scheduler.decide(0.2, [PrefillParked(first.task_id, 0.4), Timer()]))
+    assert second.req_ids == (2,)
     assert scheduler.num_preemptions(1) == 1
-    # ... and without a further event the next step's end allows none.
-    scheduler.decide(0.29, [PrefillParked(third.task_id, 9.0), DecodeStepDone(step.task.req_ids)])
-    assert scheduler.num_preemptions() == 1
 
 
 def test_an_overrun_is_decided_upon_again_at_a_quarter_over_the_prediction() -> None:
@@ -195,7 +237,7 @@ def test_a_cancel_frees_the_blocks_in_any_state() -> None:
     decision = scheduler.decide(0.1, [Cancel(req_id) for req_id in range(4)])
     assert decision == Decision(None)
     assert not scheduler.is_live(parked.task_id) and not scheduler.is_live(running.task_id)
-    scheduler._pool.check_integrity([])
+    assert pool_of(scheduler).num_used == 0
     scheduler.check_integrity()
 
 
@@ -209,8 +251,9 @@ def test_unknown_and_ended_ids_are_ignored() -> None:
 
 
 def test_a_request_that_ends_with_its_first_token_never_decodes() -> None:
+    assert run_whole(make_scheduler(), make_arrival(0, max_tokens=1)) == Decision(None)
     device = Device(make_scheduler())
     device.submit(make_arrival(0, max_tokens=1))
     device.run()
     assert len(device.token_times[0]) == 1
-    assert not any(isinstance(ran.task, DecodeStep) for ran in device.log)
+    assert not any(ran.is_step for ran in device.log)
