@@ -61,6 +61,11 @@ class Candidate(Protocol):
         """Predicted device time to its first token."""
         ...
 
+    @property
+    def num_packed(self) -> int:
+        """Candidates that share its prefill, and take the device for it together; 1 = it alone."""
+        ...
+
 
 C = TypeVar("C", bound=Candidate)
 
@@ -137,23 +142,30 @@ def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Seq
     """The largest set of candidates that meet their deadlines if run in the order of urgency.
 
     Add them in that order; when one would be late, drop what frees the most time for its worth.
-    With equal weights and ranks that is optimal; else a greedy heuristic: a higher rank runs first
-    and is never dropped for a lower one.
+    With equal weights that is optimal within a rank; else a greedy heuristic. A higher rank runs
+    first and is never dropped for a lower one.
     """
     feasible = _feasible(candidates, now_s, stretch)  # no schedule has the others on time
-    end_s = now_s
-    droppable: list[tuple[int, float, int]] = []  # heap: lowest rank, then most time per worth
+    rank: int | None = None
+    end_s = firm_s = now_s  # firm: without those that can be dropped for a candidate
+    droppable: list[tuple[float, int, float]] = []  # heap: most time per worth, index, time
     dropped = set()
     for index, candidate in enumerate(feasible[:MAX_CONSIDERED]):
-        needed_s = candidate.remaining_s * stretch
-        end_s += needed_s
+        if candidate.rank != rank:
+            rank, firm_s, droppable = candidate.rank, end_s, []
         deadline_s = candidate.deadline_s
+        needed_s = candidate.remaining_s * stretch / candidate.num_packed
         if deadline_s == math.inf:  # a stream that is resumed: it cannot be late, nor be dropped
+            firm_s += needed_s
+        elif firm_s + needed_s > deadline_s:
+            dropped.add(index)
             continue
-        heapq.heappush(droppable, (candidate.rank, -needed_s / candidate.weight, index))
+        else:
+            heapq.heappush(droppable, (-needed_s / candidate.weight, index, needed_s))
+        end_s += needed_s
         while end_s > deadline_s and droppable:
-            worst = heapq.heappop(droppable)[2]
-            end_s -= feasible[worst].remaining_s * stretch
+            _, worst, freed_s = heapq.heappop(droppable)
+            end_s -= freed_s
             dropped.add(worst)
     if not dropped:
         return feasible

@@ -219,6 +219,8 @@ class Scheduler:
         assert sorted(places) == sorted(self._requests), "a request is lost or in two places"
         in_tasks = [req_id for members in self._tasks.values() for req_id in members]
         assert sorted(in_tasks) == sorted(self._prefilling), "tasks and prefills disagree"
+        for members in self._tasks.values():
+            assert all(self._requests[i].num_packed == len(members) for i in members)
         order = sorted([*self._waiting.values(), *self._prefilling.values()], key=_urgency)
         assert order == self._candidates, "candidates are not the unfinished prefills in order"
         for request in self._requests.values():
@@ -314,6 +316,8 @@ class Scheduler:
         task_id = request.task_id
         if task_id is not None:
             self._tasks[task_id].remove(req_id)
+            for member in self._members(task_id):
+                member.num_packed -= 1
             if self._tasks[task_id]:  # the pass goes on and writes its rows
                 self._left_blocks.setdefault(task_id, []).extend(request.block_ids)
                 return
@@ -333,6 +337,7 @@ class Scheduler:
         """The prefill is over, one way or the other."""
         for request in self._members(task_id):
             request.task_id = None
+            request.num_packed = 1
         del self._tasks[task_id]
         self._memory.free(self._left_blocks.pop(task_id, []))
         if self._current_task == task_id:
@@ -526,6 +531,7 @@ class Scheduler:
             prefill_s = self._predictor.packed_prefill_s(shapes)
         for request in members:
             request.task_id = task_id
+            request.num_packed = len(members)
             request.prefill_s = request.remaining_s = prefill_s
 
     def _switch_to(self, prefill: Tracked, now_s: float) -> PrefillTask:

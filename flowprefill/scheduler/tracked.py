@@ -39,6 +39,8 @@ class Tracked:
     status: RequestStatus = RequestStatus.WAITING
     task_id: int | None = None
     """Its prefill, from the start on."""
+    num_packed: int = 1
+    """Live requests of its prefill, itself included."""
     block_ids: list[int] = field(default_factory=list)
     """Empty while WAITING."""
     num_cached_tokens: int = 0
