@@ -30,7 +30,7 @@ from operator import attrgetter
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.predictor.base import Predictor
 from flowprefill.request import RequestStatus
-from flowprefill.scheduler.ageing import StarvationGuard, latest
+from flowprefill.scheduler.ageing import StarvationGuard, first_due
 from flowprefill.scheduler.batching import joiners
 from flowprefill.scheduler.decode import DecodePacer, StepPlan
 from flowprefill.scheduler.events import (
@@ -144,7 +144,7 @@ class Scheduler:
         rejected = self._reject_infeasible(now_s)
         step = self._plan_step()
         prefill = self._choose_prefill(now_s, step.stretch if step else 1.0)
-        self._guard.runs(prefill, now_s)
+        self._guard.runs(prefill)
         if prefill is None:
             self._pause_current()
             evicted = self._take_evicted()
@@ -432,8 +432,9 @@ class Scheduler:
 
     def _choose_prefill(self, now_s: float, stretch: float) -> Tracked | None:
         """The prefill that goes first and holds its blocks."""
-        late = latest(self._candidates, now_s) if self._candidates else None
-        self._guard.pass_time(now_s, late is not None)
+        first = first_due(self._candidates)
+        late = first if first and first.deadline_s < now_s else None
+        self._guard.pass_time(now_s, late)
         current = self._current()
         if current is not None and not self._may_switch:
             return current
@@ -441,7 +442,7 @@ class Scheduler:
         if not self._candidates:
             return None
         best = self._first(self._candidates, current, now_s, stretch)
-        if late is not None and late is not best and self._is_owed(late, best, now_s, stretch):
+        if late is not None and late is not best and self._owes_late(best, now_s, stretch):
             best = late
         may_start = self._overdue() is None
         if best.block_ids or (may_start and self._try_start_task(best, now_s)):
@@ -457,10 +458,13 @@ class Scheduler:
             candidates = self._fair_share.within_share(candidates)
         return self._policy.choose(candidates, current, now_s, stretch, SWITCH_COST_S)
 
-    def _is_owed(self, late: Tracked, best: Tracked, now_s: float, stretch: float) -> bool:
-        """Whether the prefill that has been late longest goes first, although others pass it."""
-        passes = self._policy.can_starve or self._candidates[0].rank != self._candidates[-1].rank
-        return passes and self._guard.owes(best, now_s, stretch)
+    def _owes_late(self, best: Tracked, now_s: float, stretch: float) -> bool:
+        """Whether the prefill that has been late longest goes before `best`."""
+        return self._can_starve() and self._guard.owes(best, now_s, stretch)
+
+    def _can_starve(self) -> bool:
+        """Whether newcomers can pass a candidate again and again."""
+        return self._policy.can_starve or self._candidates[0].rank != self._candidates[-1].rank
 
     def _first_that_fits(
         self, best: Tracked, may_start: bool, now_s: float, stretch: float
@@ -581,7 +585,8 @@ class Scheduler:
             return None
         min_s = self._options.max_slice_s
         overrun_s = max(prefill.remaining_s * (OVERRUN_FACTOR - 1), min_s * MIN_OVERRUN_SLICES)
-        times = [now_s + prefill.remaining_s + overrun_s]
-        if (wake_s := self._guard.wake_s(now_s, min_s)) is not None:
-            times.append(wake_s)
-        return min(times)
+        timer_s = now_s + prefill.remaining_s + overrun_s
+        wake_s = None
+        if self._can_starve():
+            wake_s = self._guard.wake_s(now_s, min_s, self._candidates)
+        return timer_s if wake_s is None else min(timer_s, wake_s)
