@@ -1,7 +1,8 @@
 """A real Engine on a tiny model whose slices can be counted and acted upon.
 
 What a scenario does `at_slice` n happens on the engine thread, before the n-th slice it runs, so
-the engine finds it at the boundary behind that slice, whatever the machine's speed.
+the engine finds it at the boundary behind that slice, whatever the machine's speed. What it does
+`at_token` is found before the next slice.
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from unittest import mock
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.executor.device import CpuDevice
-from flowprefill.request import Request, TokenOutput
+from flowprefill.granularity import Granularity
+from flowprefill.request import FinishReason, Logprob, Request, TokenOutput
 from tests.factories import make_request
 
 WAIT_S = 30.0
 PATIENT_S = 3000.0
 """A TTFT objective that any machine meets; half of it is the more urgent one."""
 URGENT_S = 1500.0
+PACK_TOKENS = 256
+"""Of a packed prefill; instead of the saturation point, which is measured."""
+
+Answer = list[tuple[int | None, float | None, list[Logprob], FinishReason | None]]
+"""Token, logprob, top logprobs and finish reason of each output: all that load must not change."""
 
 
 class ScriptedDevice(CpuDevice):
@@ -56,16 +63,23 @@ class Harness:
         """Slices run before each output."""
         self.num_submitted = 0
         self._order = itertools.count()
+        self._at_token: dict[tuple[int, int], Callable[[], object]] = {}
         self.device = ScriptedDevice()
         with mock.patch("flowprefill.loading.make_device", lambda *args: self.device):
             self.engine = Engine(config, self._on_output)
         self.device.num_slices = 0  # those of the profile
+        scheduler = self.engine._scheduler
+        limit = min(PACK_TOKENS, Granularity.parse(config.granularity).chunk_tokens or PACK_TOKENS)
+        scheduler._options = dataclasses.replace(scheduler._options, max_pack_tokens=limit)
 
     def _on_output(self, output: TokenOutput) -> None:
         with self.changed:
             self.outputs.append(output)
             self.slices_at.append(self.device.num_slices)
             self.changed.notify_all()
+        action = self._at_token.pop((output.req_id, len(self.of(output.req_id))), None)
+        if action:
+            action()
 
     def submit(self, *requests: Request) -> None:
         """Hand over requests as arriving now."""
@@ -76,6 +90,10 @@ class Harness:
 
     def at_slice(self, number: int, action: Callable[[], object]) -> None:
         heapq.heappush(self.device.actions, (number, next(self._order), action))
+
+    def at_token(self, req_id: int, number: int, action: Callable[[], object]) -> None:
+        """As the request's number-th token is given, counted from 1."""
+        self._at_token[req_id, number] = action
 
     def play(self, timeout_s: float = WAIT_S) -> None:
         """Run until every action has been done and every request has ended.
@@ -99,6 +117,13 @@ class Harness:
 
     def tokens(self, req_id: int) -> list[int | None]:
         return [output.token_id for output in self.of(req_id)]
+
+    def answer(self, req_id: int) -> Answer:
+        return [(o.token_id, o.logprob, o.top_logprobs, o.finish_reason) for o in self.of(req_id)]
+
+    def first_token_slice(self, req_id: int) -> int:
+        """Slices run before the request's first output."""
+        return self.slices_at[self.outputs.index(self.of(req_id)[0])]
 
     def first_token_order(self) -> list[int]:
         """Request ids by their first output."""
@@ -147,6 +172,20 @@ def running(model: Path, **config: Any) -> Iterator[Harness]:
     harness.finish()
 
 
+def alone(model: Path, *requests: Request, **config: Any) -> dict[int, Answer]:
+    """Answers by request id, each with an engine's whole cache and nothing in it."""
+    with running(model, **{"enable_prefix_caching": False, **config}) as h:
+        for request in requests:
+            h.submit(request)
+            h.end(request.req_id)
+    return {request.req_id: h.answer(request.req_id) for request in requests}
+
+
+def kv_bytes(num_tokens: int, num_layers: int) -> int:
+    """Memory of the KV cache of so many tokens of a tiny model in bf16."""
+    return num_tokens * 2 * num_layers * 32 * 2  # K and V, kv heads x head_dim, bytes of bf16
+
+
 def patient(req_id: int, prompt_len: int = 300, **sampling: Any) -> Request:
     """A request that leaves the device to any urgent one."""
     sampling = {"max_tokens": 4, "ignore_eos": True, **sampling}
@@ -156,3 +195,7 @@ def patient(req_id: int, prompt_len: int = 300, **sampling: Any) -> Request:
 def urgent(req_id: int, prompt_len: int = 20, **sampling: Any) -> Request:
     sampling = {"max_tokens": 4, "ignore_eos": True, **sampling}
     return make_request(prompt_len, URGENT_S, req_id=req_id, tbt_slo_s=PATIENT_S, **sampling)
+
+
+def with_slo(request: Request, **slo: Any) -> Request:
+    return dataclasses.replace(request, slo=dataclasses.replace(request.slo, **slo))

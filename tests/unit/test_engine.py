@@ -21,12 +21,11 @@ from flowprefill.errors import (
     UnavailableError,
 )
 from flowprefill.request import FinishReason, Request
-from tests.engine_harness import WAIT_S, Harness, patient, running, urgent
+from tests.engine_harness import WAIT_S, Harness, kv_bytes, patient, running, urgent
 from tests.factories import TINY_VOCAB_SIZE, make_request, write_tiny_model
 
 MAX_LEN = 384
 CACHE_TOKENS = 256  # less than MAX_LEN
-BLOCK_BYTES = 2 * 3 * 16 * 32 * 2  # K and V, layers, tokens, kv heads x head_dim, bf16
 EOS_ID = TINY_VOCAB_SIZE - 1
 PREFILL_SLICES = 8  # of a short prompt, by tile: three of two layers, QKV and head of the last
 STEP_SLICES = 10  # three of each layer, then the logits
@@ -246,7 +245,7 @@ def test_token_outside_the_vocabulary_is_refused(harness: Harness, token_id: int
 
 
 def test_request_may_fill_the_cache_and_not_exceed_it(model: Path) -> None:
-    with running(model, kv_cache_memory_bytes=CACHE_TOKENS // 16 * BLOCK_BYTES) as h:
+    with running(model, kv_cache_memory_bytes=kv_bytes(CACHE_TOKENS, num_layers=3)) as h:
         assert h.engine.info.num_kv_blocks == CACHE_TOKENS // 16
         with pytest.raises(
             PromptTooLongError,
