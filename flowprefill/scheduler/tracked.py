@@ -53,7 +53,7 @@ class Tracked:
     """Tokens in the KV cache; counted from the first token on."""
     last_token_s: float = 0.0
     num_charged_tokens: float = 0.0
-    """Prompt tokens that its tenant was charged for."""
+    """Tokens that its tenant was charged for."""
 
     @staticmethod
     def of(arrival: Arrival, prefill_s: float) -> Tracked:
