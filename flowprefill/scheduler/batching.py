@@ -54,7 +54,8 @@ def joiners(
 
 
 def _latest_end_s(chosen: Tracked, now_s: float) -> float:
-    """End of the pass that leaves `chosen` its slack; infinite if it will be late anyway."""
-    if chosen.deadline_s < now_s + chosen.remaining_s:
+    """End of the pass that leaves `chosen` its slack; infinite if it will be late anyway, or is a
+    resumed stream, which cannot be."""
+    if chosen.deadline_s == math.inf or chosen.deadline_s < now_s + chosen.remaining_s:
         return math.inf
     return chosen.deadline_s - MIN_SLACK_SHARE * (chosen.deadline_s - chosen.arrival_s)
