@@ -1,4 +1,4 @@
-"""The command line: `flowprefill serve | generate | bench | version`.
+"""The command line: `flowprefill serve | generate | simulate | bench | version`.
 
 Commands import what they need when they run, so that `--help` answers at once.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowprefill.bench import blocking, hol
+from flowprefill.bench import blocking, hol, profile, simulate
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -35,6 +35,8 @@ bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks through the real 
 app.add_typer(bench_app, name="bench")
 bench_app.command("hol")(hol.run)
 bench_app.command("blocking")(blocking.run)
+app.command("simulate")(simulate.run)
+app.command("profile")(profile.run)
 
 
 def main() -> None:

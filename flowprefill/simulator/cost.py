@@ -48,7 +48,7 @@ class CostModel(Predictor, Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PassTimeline:
     """Boundaries behind each of a few passes: `whole` (one pass) and `chunk`."""
 
@@ -64,7 +64,7 @@ class PassTimeline:
         return self.ends_s[min(index, len(self.ends_s) - 1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """Slices of equal length one behind the other, the last one perhaps shorter."""
 

@@ -29,7 +29,7 @@ _TILE = 128
 _INNER_CUTS = (1, 2, 4, 8)
 _BYTES = 2
 """Of an element, bf16."""
-_CACHED_TIMELINES = 1 << 15
+_CACHED_TIMELINES = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class RooflineCost:
     # ---- timelines ----------------------------------------------------------------------------
 
     def timeline(self, prompts: Prompts, granularity: Granularity) -> Timeline:
-        """See CostModel. Chunks are cut at multiples of their size in a prompt; packed prompts are
-        cut like one."""
+        """See CostModel. As in the native program, chunks are cut at multiples of their size in a
+        prompt, and packed prompts are one pass."""
         return self._timeline(tuple(prompts), granularity)
 
     def step_timeline(self, num_seqs: int, num_context_tokens: int) -> Timeline:
@@ -171,11 +171,11 @@ class RooflineCost:
     def _compute_timeline(
         self, prompts: tuple[tuple[int, int], ...], granularity: Granularity
     ) -> Timeline:
-        if granularity.kind == "chunk":
-            passes = _chunks(prompts, granularity.chunk_tokens)
-            times = [self._pass_s(p, is_final=p is passes[-1]) for p in passes]
+        if granularity.kind == "chunk" and len(prompts) == 1:
+            chunks = _chunks(prompts[0], granularity.chunk_tokens)
+            times = [self._pass_s([chunk], is_final=chunk is chunks[-1]) for chunk in chunks]
             return PassTimeline(list(itertools.accumulate(times)))
-        if granularity.kind == "whole":
+        if granularity.kind in ("whole", "chunk"):
             return PassTimeline([self._pass_s(prompts, is_final=True)])
         layer, last = self._layer(prompts, granularity), self._last_layer(prompts, granularity)
         return LayerTimeline(layer, self._spec.num_layers - 1, last)
@@ -306,21 +306,11 @@ def _tile_rows_of(rows: int) -> int:
     return min(_TILE, max(16, 1 << (rows - 1).bit_length()))
 
 
-def _chunks(prompts: Prompts, size: int) -> list[list[tuple[int, int]]]:
-    """Passes of at most `size` rows; a prompt alone is cut at multiples of `size`."""
-    offset = prompts[0][1] % size
-    room = size - offset
-    passes: list[list[tuple[int, int]]] = [[]]
-    for end, start in prompts:
-        while start < end:
-            if not room:
-                passes.append([])
-                room = size
-            rows = min(room, end - start)
-            passes[-1].append((start + rows, start))
-            start += rows
-            room -= rows
-    return passes
+def _chunks(prompt: tuple[int, int], size: int) -> list[tuple[int, int]]:
+    """The passes over a prompt: (end, start) of each."""
+    end, start = prompt
+    edges = [start, *range((start // size + 1) * size, end, size), end]
+    return [(high, low) for low, high in itertools.pairwise(edges)]
 
 
 def _stretches(slices: Sequence[tuple[float, float]]) -> list[Stretch]:

@@ -112,11 +112,18 @@ def test_chunks_are_cut_at_fixed_positions_behind_a_cached_prefix() -> None:
     assert found[-1] - found[-2] == pytest.approx(last_s)
 
 
-def test_packed_prompts_are_cut_into_full_chunks() -> None:
-    chunk = Granularity("chunk", 1000)
-    timeline = cost().timeline([(600, 0), (900, 0), (700, 200)], chunk)
-    assert isinstance(timeline, PassTimeline)
-    assert len(timeline.ends_s) == 2
+def test_packed_prompts_are_one_pass_also_in_chunks() -> None:
+    prompts = [(600, 0), (900, 0), (700, 200)]
+    timeline = cost().timeline(prompts, Granularity("chunk", 1000))
+    assert timeline.next_boundary_s(0.0) == timeline.total_s
+    assert timeline.total_s == cost("whole").packed_prefill_s(prompts)
+
+
+@pytest.mark.parametrize("contexts", [[5], [100, 3000, 7]])
+def test_steps_take_their_time_and_are_left_soon(contexts: list[int]) -> None:
+    timeline = cost().step_timeline(len(contexts), sum(contexts))
+    assert timeline.total_s == cost().decode_step_s(len(contexts), sum(contexts))
+    assert timeline.next_boundary_s(0.001) < 0.002
 
 
 def test_a_prefill_runs_at_the_rate_expected_of_the_device() -> None:

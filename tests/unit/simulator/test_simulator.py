@@ -327,8 +327,13 @@ def random_run(seed: int, policy: str, granularity: str, num_blocks: int = 300) 
     return simulator
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("granularity", ["whole", "chunk:512", "layer", "op", "tile"])
+@pytest.mark.parametrize(
+    ("policy", "granularity"),
+    [
+        *((policy, "op") for policy in POLICIES),
+        *(("s-edf", kind) for kind in ("whole", "chunk:512", "layer", "tile")),
+    ],
+)
 def test_every_request_ends_with_all_its_tokens(policy: str, granularity: str) -> None:
     simulator = random_run(3, policy, granularity)
     for record in simulator.records.values():

@@ -1,0 +1,84 @@
+"""`flowprefill simulate` without --table: one run for each trace, policy and granularity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowprefill.bench.simulate_table import Plan, take_window
+from flowprefill.granularity import Granularity
+from flowprefill.metrics import percentile
+from flowprefill.simulator.replay import Replay, Setup, at_load
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def run(plan: Plan, slo_scale: float) -> dict[str, Any]:
+    """Run all on the first window of each trace, print a table, return the JSON object.
+
+    slo_scale: times all objectives
+    """
+    from rich.console import Console
+
+    runs = []
+    for path in plan.traces:
+        requests = at_load(take_window(plan, path, 0), plan.load)
+        for policy in plan.policies:
+            for kind in plan.granularities:
+                setup = Setup(policy, Granularity.parse(kind), plan.error)
+                replay = Replay(requests, setup, slo_scale).run_all()
+                names = {"trace": path.stem, "policy": policy, "granularity": kind}
+                runs.append({**names, "slo_scale": slo_scale, **describe_replay(replay)})
+    Console(width=160).print(_runs_table(runs, plan.load))
+    return {"runs": runs}
+
+
+def describe_replay(replay: Replay) -> dict[str, Any]:
+    """The figures of one run, as they are in the JSON line."""
+    records = list(replay.records.values())
+    ttfts = [record.ttft_s for record in records]
+    num_gaps_kept = sum(record.max_gap_s <= record.arrival.tbt_slo_s for record in records)
+    return {
+        "attainment": round(replay.attainment, 4),
+        "attainment_by_class": {k: round(v, 4) for k, v in replay.attainment_by_class.items()},
+        "requests_by_class": dict(sorted(replay.num_by_class.items())),
+        **{f"ttft_p{q}_s": round(percentile(ttfts, q), 4) for q in (50, 90, 99)},
+        "ttft_mean_s": round(replay.mean_ttft_s, 4),
+        "tbt_attainment": round(num_gaps_kept / len(records), 4),
+        "preemptions": replay.scheduler.num_preemptions(),
+        "max_preemptions_of_a_request": max(record.num_preemptions for record in records),
+        "evictions": replay.counters.evictions,
+        "decisions": replay.scheduler.num_decisions,
+        "decode_steps": replay.counters.decode_steps,
+        "cached_tokens_share": round(
+            sum(record.num_cached_tokens for record in records)
+            / sum(record.arrival.num_prompt_tokens for record in records),
+            4,
+        ),
+        "busy_s": round(replay.counters.busy_s, 3),
+        "end_s": round(replay.now_s, 3),
+    }
+
+
+def _runs_table(runs: list[dict[str, Any]], load: float) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"load {load:g}: share on time, TTFT in seconds")
+    for heading in ("trace", "policy", "boundaries"):
+        table.add_column(heading)
+    for heading in ("on time", "by class", "p50", "p99", "preemptions", "decisions"):
+        table.add_column(heading, justify="right")
+    for run in runs:
+        by_class = " ".join(f"{k} {v:.2f}" for k, v in run["attainment_by_class"].items())
+        table.add_row(
+            run["trace"],
+            run["policy"],
+            run["granularity"],
+            f"{run['attainment']:.3f}",
+            by_class,
+            f"{run['ttft_p50_s']:.3f}",
+            f"{run['ttft_p99_s']:.3f}",
+            str(run["preemptions"]),
+            str(run["decisions"]),
+        )
+    return table

@@ -1,0 +1,97 @@
+"""What the table compares: the highest load, the tightest objectives, and the mean TTFT.
+
+Loads and scales are on fixed geometric grids and found by bisection, which takes attainment to fall
+with the load. All setups see the same requests and the same prediction errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flowprefill.simulator.replay import Replay, Setup, Target, at_load
+from flowprefill.workload import TraceRequest
+
+GRID_STEP = 1.02
+LOADS = tuple(0.05 * GRID_STEP**i for i in range(256))
+"""0.05 to 7.8: see offered_load."""
+SLO_SCALES = tuple(0.02 * GRID_STEP**i for i in range(448))
+"""0.02 to 140."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Of one setup on one window of a trace."""
+
+    max_load_90: float
+    """Highest load at which 90% of all requests are on time; 0: not even at the lowest."""
+    max_load_90_every_class: float
+    """The same with 90% in every SLO class."""
+    min_slo_scale_90: float
+    """Smallest factor on all objectives with which 90% are on time at the fixed load."""
+    mean_ttft_s: float
+    """At the fixed load."""
+    attainment: dict[str, float]
+    """By SLO class, at the fixed load."""
+
+
+def measure(requests: Sequence[TraceRequest], setup: Setup, load: float) -> Measures:
+    """load: the fixed one."""
+    max_load, max_load_every_class = max_loads(requests, setup)
+    fixed = at_load(requests, load)
+    replay = Replay(fixed, setup).run_all()
+    return Measures(
+        max_load_90=max_load,
+        max_load_90_every_class=max_load_every_class,
+        min_slo_scale_90=min_slo_scale(fixed, setup),
+        mean_ttft_s=replay.mean_ttft_s,
+        attainment=replay.attainment_by_class,
+    )
+
+
+def max_loads(requests: Sequence[TraceRequest], setup: Setup) -> tuple[float, float]:
+    """Highest loads with 90% on time: of all requests, and of every class."""
+    reached_in_every_class: dict[int, bool] = {}
+
+    def reaches(index: int, target: Target) -> bool:
+        replay = Replay(at_load(requests, LOADS[index]), setup, target=target).run_all()
+        reached_in_every_class[index] = replay.reaches(Target(every_class=True))
+        return replay.reaches(target)
+
+    def reaches_in_every_class(index: int) -> bool:
+        if index in reached_in_every_class:
+            return reached_in_every_class[index]
+        return reaches(index, Target(every_class=True))
+
+    highest = bisect_last(lambda i: reaches(i, Target()), len(LOADS))
+    # Where every class reaches it, all together do too.
+    highest_every_class = bisect_last(reaches_in_every_class, highest + 1)
+    return _load(highest), _load(highest_every_class)
+
+
+def min_slo_scale(requests: Sequence[TraceRequest], setup: Setup) -> float:
+    """Smallest scale with 90% on time; the largest of the grid if there is none."""
+
+    def misses(index: int) -> bool:
+        replay = Replay(requests, setup, SLO_SCALES[index], Target()).run_all()
+        return not replay.reaches(Target())
+
+    last_missed = bisect_last(misses, len(SLO_SCALES) - 1)
+    return SLO_SCALES[last_missed + 1]
+
+
+def bisect_last(holds: Callable[[int], bool], num_indices: int) -> int:
+    """The last index below num_indices for which `holds`, if it does up to some index and no
+    further; -1 if for none."""
+    low, high = -1, num_indices  # holds at low, does not at high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _load(index: int) -> float:
+    return LOADS[index] if index >= 0 else 0.0

@@ -1,0 +1,140 @@
+"""`flowprefill simulate`: what it prints, what it refuses, and the arithmetic of its intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flowprefill.bench.simulate_table import (
+    MEASURES,
+    Cell,
+    Plan,
+    differences,
+    measure_cell,
+    paired_interval,
+)
+from flowprefill.cli import app
+from flowprefill.errors import ConfigError
+from flowprefill.workload import TraceError
+
+TRACES = Path(__file__).parents[3] / "clients" / "traces"
+QWEN = TRACES / "qwentrace_like_synthetic_10min.csv"
+AZURE = TRACES / "azure2023_mixed_20min.csv"
+
+
+def simulate(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_a_run_prints_attainment_by_class_and_counts() -> None:
+    result = simulate("--trace", QWEN, "--requests", 200, "--policies", "fcfs,s-edf")
+    fcfs, sedf = result["runs"]
+    assert (fcfs["policy"], sedf["policy"]) == ("fcfs", "s-edf")
+    assert fcfs["preemptions"] == 0 < sedf["preemptions"]
+    assert fcfs["attainment"] < sedf["attainment"]
+    for run in (fcfs, sedf):
+        assert run["granularity"] == "tile"
+        weighted = sum(
+            run["requests_by_class"][name] * share
+            for name, share in run["attainment_by_class"].items()
+        )
+        assert weighted / 200 == pytest.approx(run["attainment"], abs=1e-3)
+        assert run["ttft_p50_s"] <= run["ttft_p90_s"] <= run["ttft_p99_s"]
+    assert result["run"]["device"] == "A800-80GB, simulated"
+
+
+def test_a_run_with_output_tokens_decodes() -> None:
+    arguments = ("--trace", AZURE, "--requests", 60, "--output-tokens", 20, "--load", 0.4)
+    (run,) = simulate(*arguments)["runs"]
+    assert run["decode_steps"] > 0
+    assert 0.9 < run["tbt_attainment"] <= 1
+
+
+def test_a_table_compares_all_cells_and_writes_its_line(tmp_path: Path) -> None:
+    json_out = tmp_path / "table.json"
+    arguments = ["--table", "--trace", QWEN, "--trace", AZURE, "--requests", 80, "--seeds", 2]
+    arguments += ["--policies", "fcfs,s-edf", "--granularities", "whole,chunk:512,op"]
+    result = simulate(*arguments, "--json-out", json_out)
+    assert json.loads(json_out.read_text()) == result
+    kinds = {"whole", "chunk:512", "op"}
+    for found in (result, *result["traces"].values()):
+        for measure in MEASURES:
+            assert found[measure].keys() == {"fcfs", "s-edf"}
+            assert all(by_kind.keys() == kinds for by_kind in found[measure].values())
+            assert all(0 < v < math.inf for row in found[measure].values() for v in row.values())
+        for policy in ("fcfs", "s-edf"):
+            for kind in kinds:
+                overall = found["max_load_90"][policy][kind]
+                assert found["max_load_90_every_class"][policy][kind] <= overall
+    assert result["traces"].keys() == {QWEN.stem, AZURE.stem}
+    mean = sum(t["max_load_90"]["s-edf"]["op"] for t in result["traces"].values()) / 2
+    assert result["max_load_90"]["s-edf"]["op"] == pytest.approx(mean, abs=1e-3)
+    interval = result["intervals"]["max_load_90"]["s-edf"]["op"]
+    assert interval["best_chunk"] == "chunk:512"
+    low, high = interval["vs_fcfs_whole"][1:]
+    gain = result["max_load_90"]["s-edf"]["op"] - result["max_load_90"]["fcfs"]["whole"]
+    assert 0 < low <= gain <= high
+    # A cell by itself, in this process, is what the table's processes found.
+    plan = Plan((QWEN, AZURE), ("fcfs",), ("op",), 2, 80, 0.2, 1, 0.7)
+    alone = [measure_cell(plan, Cell(QWEN, seed, "fcfs", "op")) for seed in (0, 1)]
+    mean = sum(found.max_load_90 for found in alone) / 2
+    assert result["traces"][QWEN.stem]["max_load_90"]["fcfs"]["op"] == pytest.approx(mean, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--policies", "lifo"], ConfigError, "policy 'lifo'"),
+        (["--granularities", "chunk"], ConfigError, "granularity='chunk'"),
+        (["--requests", "4000"], TraceError, "of a trace of 3622 requests"),
+        (["--trace", str(QWEN)], ConfigError, "given twice"),
+        (["--trace", "none.csv"], TraceError, "none.csv: no such trace"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_run(
+    arguments: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        simulate("--trace", QWEN, "--table", *arguments)
+
+
+def test_an_interval_holds_the_mean_and_needs_two_windows() -> None:
+    assert paired_interval([1.5, 2.5, 3.5], [1.0, 2.0, 3.0]) == [0.5, 0.5, 0.5]
+    values = [1.0, 2.0, 1.5, 3.0, 2.2, 1.1]
+    found = paired_interval(values, [1.0] * 6)
+    assert found is not None
+    mean, low, high = found
+    assert mean == pytest.approx(sum(values) / 6 - 1)
+    assert min(values) - 1 < low < mean < high < max(values) - 1
+    assert paired_interval([1.0], [0.5]) is None
+
+
+def test_pairs_of_equal_noise_give_a_narrow_interval() -> None:
+    noise = [0.0, 5.0, -3.0, 8.0, 1.0]
+    found = paired_interval([n + 0.1 for n in noise], noise)
+    assert found == pytest.approx([0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(("less_is_better", "best"), [(False, "chunk:512"), (True, "chunk:1024")])
+def test_cells_are_compared_with_the_best_chunk_of_their_policy(
+    less_is_better: bool, best: str
+) -> None:
+    values = {
+        "fcfs": {"whole": [1.0, 1.0], "op": [1.0, 1.0]},
+        "edf": {"chunk:512": [2.0, 4.0], "chunk:1024": [1.0, 3.0], "op": [3.0, 5.0]},
+    }
+    found = differences(values, less_is_better)
+    assert found["edf"]["op"]["best_chunk"] == best
+    gain = 2.0 if less_is_better else 1.0
+    assert found["edf"]["op"]["vs_best_chunk"] == [gain, gain, gain]
+    assert found["edf"]["op"]["vs_fcfs_whole"][0] == 3.0
+    assert found["fcfs"]["op"]["vs_best_chunk"] is None
+    assert found["fcfs"]["op"]["vs_fcfs_whole"] == [0.0, 0.0, 0.0]
+    assert differences({"edf": {"op": [1.0, 2.0]}}, False)["edf"]["op"]["vs_fcfs_whole"] is None
