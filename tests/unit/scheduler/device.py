@@ -117,6 +117,7 @@ class Device(Simulator):
                 self._note_written(event.task_id)
         self._has_kv.difference_update(decision.evicted)
         self.scheduler.check_integrity()
+        self._check_evicted(decision.evicted)
         assert decision.timer_s is None or decision.timer_s > self.now_s, "timer in the past"
         for req_id in decision.rejected:
             assert not self.token_times[req_id], f"request {req_id} is rejected after a token"
@@ -151,6 +152,20 @@ class Device(Simulator):
         return finished
 
     # ---- checks -------------------------------------------------------------------------------
+
+    def _check_evicted(self, evicted: Sequence[int]) -> None:
+        """The most urgent holder keeps its blocks."""
+        if evicted:
+            holders = [r for r in self.records if self._holds_blocks(r)]
+            assert min(map(self._urgency, holders)) < min(map(self._urgency, evicted))
+
+    def _holds_blocks(self, req_id: int) -> bool:
+        return self.scheduler.status(req_id) not in (RequestStatus.WAITING, RequestStatus.FINISHED)
+
+    def _urgency(self, req_id: int) -> tuple[int, float, float, int]:
+        arrival = self.records[req_id].arrival
+        deadline_s = arrival.arrival_s + arrival.ttft_slo_s
+        return (-arrival.rank, deadline_s, arrival.arrival_s, req_id)
 
     def _check_prefill(self, task: PrefillTask) -> None:
         for req_id in task.req_ids:
