@@ -138,9 +138,9 @@ class Scheduler:
         members. Steps repeated without a decision are one DecodeStepDone.
         """
         self._num_decisions += 1
+        self._rescale_predictions()  # before the events, which are predicted at today's speed
         for event in events:
             self._apply(event, now_s)
-        self._rescale_predictions()
         rejected = self._reject_infeasible(now_s)
         step = self._plan_step()
         prefill = self._choose_prefill(now_s, step.stretch if step else 1.0)
@@ -360,15 +360,18 @@ class Scheduler:
     def _reject_infeasible(self, now_s: float) -> tuple[int, ...]:
         """Drop waiting requests that are late for certain, if model.json asks for it.
 
-        Not on an idle device: there nobody else loses, and a run is what mends a wrong prediction.
+        Not if that is all there is: then nobody else loses, and a run is what mends a wrong
+        prediction.
         """
-        if not self._options.reject_infeasible or not (self._prefilling or self._decoding):
+        if not self._options.reject_infeasible:
             return ()
         rejected = tuple(
             r.req_id
             for r in self._waiting.values()
             if r.deadline_s < now_s + r.remaining_s / OVERRUN_FACTOR
         )
+        if len(rejected) == len(self._requests):
+            return ()
         for req_id in rejected:
             self._forget(req_id)
         return rejected
