@@ -81,11 +81,11 @@ class Harness:
         if action:
             action()
 
-    def submit(self, *requests: Request) -> None:
-        """Hand over requests as arriving now."""
-        now_s = time.monotonic()
+    def submit(self, *requests: Request, age_s: float = 0.0) -> None:
+        """Hand over requests that arrived age_s before now."""
+        arrival_s = time.monotonic() - age_s
         for request in requests:
-            self.engine.submit(dataclasses.replace(request, arrival_s=now_s))
+            self.engine.submit(dataclasses.replace(request, arrival_s=arrival_s))
             self.num_submitted += 1
 
     def at_slice(self, number: int, action: Callable[[], object]) -> None:
