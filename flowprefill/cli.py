@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowprefill.bench import blocking, hol, profile, simulate
+from flowprefill.bench import blocking, hol, profile, scheduler, simulate
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -35,6 +35,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks through the real 
 app.add_typer(bench_app, name="bench")
 bench_app.command("hol")(hol.run)
 bench_app.command("blocking")(blocking.run)
+bench_app.command("scheduler")(scheduler.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
 
