@@ -37,24 +37,22 @@ class StarvationGuard:
         since_s, self._last_s = self._last_s, now_s
         self._late = late
         if late is None:
-            self._credit_s, self._is_spending = 0.0, False
+            self._credit_s = 0.0
         elif self._serves_late:
             self._credit_s -= now_s - since_s
         elif not self._runs(late):
             self._credit_s += self._share * (now_s - max(since_s, late.deadline_s))
         self._credit_s = min(max(self._credit_s, -self._stretch_s), 2 * self._stretch_s)
+        if self._credit_s <= 0:
+            self._is_spending = False
+        elif self._credit_s >= self._stretch_s:
+            self._is_spending = True
 
     def _runs(self, prefill: Tracked) -> bool:
         return prefill.task_id is not None and prefill.task_id == self._running_task
 
     def owes(self, best: Tracked, now_s: float, stretch: float) -> bool:
         """Whether the prefill that has been late longest goes before the policy's `best`."""
-        if self._share == 0:
-            return False
-        if self._credit_s <= 0:
-            self._is_spending = False
-        elif self._credit_s >= self._stretch_s:
-            self._is_spending = True
         if not self._is_spending:
             return False
         slack = slack_s(best, now_s, stretch)
