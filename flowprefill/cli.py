@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowprefill.bench import blocking, hol, profile, scheduler, simulate
+from flowprefill.bench import (
+    blocking,
+    decode_mix,
+    hol,
+    prefix,
+    profile,
+    scheduler,
+    simulate,
+)
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -36,6 +44,8 @@ app.add_typer(bench_app, name="bench")
 bench_app.command("hol")(hol.run)
 bench_app.command("blocking")(blocking.run)
 bench_app.command("scheduler")(scheduler.run)
+bench_app.command("decode-mix")(decode_mix.run)
+bench_app.command("prefix")(prefix.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
 
