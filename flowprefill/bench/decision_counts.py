@@ -1,22 +1,22 @@
 """How often the scheduler decides over a trace, beside how often others would on the same run.
 
-The trace is simulated (RooflineCost: Llama-3.1-8B on an A800) at `tile` granularity. Counted are:
+The trace is simulated (RooflineCost: Llama-3.1-8B on an A800) at `tile` granularity and LOAD_SHARE
+of the load that the policy can take. Counted are:
 
 ours            calls of Scheduler.decide().
-per step        a scheduler that decides before each iteration, as those with chunked prefill do
-                (Sarathi-Serve, vLLM): one decision for each chunk of a prefill pass and for each
-                decode step of the same run. A chunk is the iteration's token budget: 512 is
-                Sarathi-Serve's default, 2,048 a large one.
-mixed steps     a lower bound for such a scheduler when it mixes prefill and decode in an iteration:
-                chunks filled to the last token whatever prompts they come from, and only the decode
-                steps that ran while no prefill was there. Decode tokens beside a prefill ride free.
+per step        a scheduler that decides before each iteration, as those with chunked prefill do:
+                one decision for each chunk of a prefill pass and for each decode step of the same
+                run. Chunks of 512 and 2,048 tokens are the budgets of Sarathi-Serve (Agrawal et
+                al., OSDI 2024) for tight and for relaxed objectives.
+mixed steps     the same for a scheduler that mixes prefill and decode in an iteration, at its best:
+                every chunk is filled to its last token, whatever prompts that takes, and of the
+                decode steps only those count that ran while no prefill was there.
 every boundary  a scheduler that decides wherever a task may be left: one decision for each slice of
-                each prefill and decode step, as with preemption checks that call the policy.
+                each prefill and decode step.
 
-"Per step" favours us twice: prefills share no chunk unless we packed them, and our decode steps
-beside a prefill count although mixing would save some. It is unfavourable in another way: we
-release decode steps as late as the token gap allows while prefills run, so that there are fewer of
-them to count. "Mixed steps" has neither of the favours.
+"Per step" favours us where prefills could share a chunk or decode tokens could ride in one; "mixed
+steps" shows by how much. Both count the decode steps of our run, in which these wait as long as the
+gaps between tokens allow while prefills run: a scheduler that does not wait has more of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flowprefill.workload import PREFIX_BLOCK_TOKENS, TraceRequest, objective
 CHUNK_TOKENS = (512, 2048)
 """Token budgets of the per-step schedulers."""
 LOAD_SHARE = 0.8
-"""Of the highest load at which 90% of the requests are on time."""
+"""The load at which decisions are counted, as a share of the highest at which 90% are on time."""
 ENGINE_BLOCK_TOKENS = 16
 """The engine's default block size. Decode steps run without a decision only as long as the blocks
 reach, so larger ones would flatter."""
@@ -72,8 +72,9 @@ class DecisionCounts:
     every_boundary: float
 
 
-def count_decisions(requests: Sequence[TraceRequest], policy: str, load: float) -> DecisionCounts:
-    """Count over a trace at this load; see replay.offered_load."""
+def count_decisions(requests: Sequence[TraceRequest], policy: str) -> DecisionCounts:
+    """Count over a trace at LOAD_SHARE of the highest load that the policy can take."""
+    load = LOAD_SHARE * max_load(requests, policy)
     run = CountedRun(at_load(requests, load), policy)
     run.run()
     return run.counts(load)

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 TRACES = Path(__file__).parents[2] / "clients" / "traces"
 CHAT_TRACE = "qwentrace_like_synthetic_10min.csv"
 LONG_TRACE = "mooncake_conversation_15min.csv"
-LONG_LOAD = 0.75
-"""Of LONG_TRACE, in prefill seconds per second. Its arrivals come in ticks of 3 s, so no load has
-90% of them on time."""
 
 
 def run(
@@ -99,21 +96,15 @@ def measure_counts(
     chat: Sequence[TraceRequest], long: Sequence[TraceRequest], console: Console
 ) -> dict[str, DecisionCounts]:
     """By trace: the chats with their output tokens, the long prompts without."""
-    from flowprefill.bench.decision_counts import (
-        LOAD_SHARE,
-        count_decisions,
-        max_load,
-        prefill_only,
-    )
+    from flowprefill.bench.decision_counts import count_decisions, prefill_only
 
-    policy = EngineConfig.policy
-    with console.status("counting decisions: the highest load with 90% on time") as status:
-        load = LOAD_SHARE * max_load(chat, policy)
-        status.update("counting decisions")
-        return {
-            "qwentrace_like": count_decisions(chat, policy, load),
-            "mooncake_prefill_only": count_decisions(prefill_only(long), policy, LONG_LOAD),
-        }
+    traces = {"qwentrace_like": chat, "mooncake_prefill_only": prefill_only(long)}
+    counts = {}
+    with console.status("") as status:
+        for name, requests in traces.items():
+            status.update(f"counting decisions: {name}")
+            counts[name] = count_decisions(requests, EngineConfig.policy)
+    return counts
 
 
 # ---- figures ------------------------------------------------------------------------------------
