@@ -160,6 +160,25 @@ def scale_rate(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequ
     return [replace(r, arrival_s=r.arrival_s / scale) for r in requests]
 
 
+def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """Spread arrivals that were recorded in ticks evenly from each tick to the next.
+
+    A recorder that rounds to seconds makes bursts that never were, and no change of the rate takes
+    them apart. A trace counts as recorded so if two or more requests share an arrival on average;
+    others stay as they are.
+    """
+    ticks = [list(group) for _, group in itertools.groupby(requests, key=lambda r: r.arrival_s)]
+    if len(ticks) < 2 or len(requests) < 2 * len(ticks):
+        return list(requests)
+    starts_s = [tick[0].arrival_s for tick in ticks]
+    starts_s.append(2 * starts_s[-1] - starts_s[-2])
+    return [
+        replace(request, arrival_s=start_s + (end_s - start_s) * index / len(tick))
+        for tick, (start_s, end_s) in zip(ticks, itertools.pairwise(starts_s), strict=True)
+        for index, request in enumerate(tick)
+    ]
+
+
 def scale_lengths(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
     """Prompts and answers `scale` times as long, one token at least; shared prefixes as well."""
     if not 0 < scale < math.inf:

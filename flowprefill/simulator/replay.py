@@ -25,6 +25,7 @@ from flowprefill.workload import (
     TraceRequest,
     objective,
     scale_rate,
+    spread_ticks,
 )
 
 MAX_NUM_SEQS = 64
@@ -158,5 +159,6 @@ def offered_load(requests: Sequence[TraceRequest]) -> float:
 
 
 def at_load(requests: Sequence[TraceRequest], load: float) -> list[TraceRequest]:
-    """The requests at the rate that offers `load`; see offered_load."""
-    return scale_rate(requests, load / offered_load(requests))
+    """The requests at the rate that offers `load`; see offered_load. Recorded ticks are spread."""
+    spread = spread_ticks(requests)
+    return scale_rate(spread, load / offered_load(spread))

@@ -17,6 +17,7 @@ from flowprefill.workload import (
     read_trace,
     scale_lengths,
     scale_rate,
+    spread_ticks,
     window,
 )
 
@@ -136,6 +137,32 @@ def test_a_doubled_rate_halves_gaps_and_keeps_lengths() -> None:
     scaled = scale_rate(requests, 2.0)
     assert [r.arrival_s for r in scaled] == [0, 0.5, 1]
     assert [r.input_tokens for r in scaled] == [5, 6, 7]
+
+
+def test_recorded_ticks_are_spread_up_to_the_next() -> None:
+    times = [0.0, 0.0, 0.0, 3.0, 3.0, 9.0]
+    requests = [TraceRequest(t, "chat", 1 + i, 1) for i, t in enumerate(times)]
+    spread = spread_ticks(requests)
+    assert [r.arrival_s for r in spread] == [0, 1, 2, 3, 6, 9]
+    assert [r.input_tokens for r in spread] == [1, 2, 3, 4, 5, 6]
+    last_is_full = [*requests, TraceRequest(9.0, "chat", 7, 1)]
+    assert [r.arrival_s for r in spread_ticks(last_is_full)] == [0, 1, 2, 3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("times", [[0.0, 0.0, 0.5, 0.7, 2.0], [1.0, 1.0, 1.0], [4.0], []])
+def test_finely_recorded_arrivals_stay(times: list[float]) -> None:
+    requests = [TraceRequest(t, "conv", 5, 1) for t in times]
+    assert spread_ticks(requests) == requests
+
+
+def test_of_the_shipped_traces_only_mooncake_was_recorded_in_ticks() -> None:
+    for path in TRACES.glob("*.csv"):
+        requests = read_trace(path)
+        spread = spread_ticks(requests)
+        assert (spread != requests) == path.name.startswith("mooncake")
+        if spread != requests:
+            arrivals = [r.arrival_s for r in spread]
+            assert arrivals == sorted(set(arrivals))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
