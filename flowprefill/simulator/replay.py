@@ -72,7 +72,11 @@ class Replay(Simulator):
         cost = roofline(setup.granularity)
         predictor = NoisyPredictor(cost, setup.error, setup.seed)
         pool = BlockPool(num_kv_tokens() // PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS)
-        options = SchedulerOptions(max_num_seqs=MAX_NUM_SEQS)
+        # As in the engine, several prompts are packed into one chunk at most.
+        max_pack_tokens = min(
+            cost.saturation_tokens, setup.granularity.chunk_tokens or cost.saturation_tokens
+        )
+        options = SchedulerOptions(max_num_seqs=MAX_NUM_SEQS, max_pack_tokens=max_pack_tokens)
         scheduler = Scheduler(POLICIES[setup.policy], predictor, pool, options)
         super().__init__(scheduler, cost, predictor, setup.granularity)
         self.num_by_class: Counter[str] = Counter()
