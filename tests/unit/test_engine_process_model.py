@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.factories import make_request, write_tiny_model
 
 WAIT_S = 60.0
 MAX_LEN = 192
+MAX_WAITING = 16
 
 
 class Submits(Protocol):
@@ -57,7 +59,13 @@ class Outputs:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     model = write_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2, max_len=MAX_LEN)
-    return EngineConfig(model=str(model), device="cpu", dtype="float32", num_threads=1)
+    return EngineConfig(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_waiting_requests=MAX_WAITING,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +123,42 @@ def test_outputs_are_those_of_the_in_process_engine(
         engine.close()
     assert all(len(answer) == 12 for answer in expected)
     assert answers(client, outputs) == expected
+
+
+def test_what_an_over_full_queue_refuses_is_unavailable_with_the_numbers(
+    client: EngineClient, outputs: Outputs
+) -> None:
+    """Far more at once than can start meanwhile; the others are served."""
+    req_ids = range(1000, 1300)
+    for req_id in req_ids:
+        request = make_request(150, 1000.0, req_id=req_id, max_tokens=2)
+        client.submit(dataclasses.replace(request, arrival_s=time.monotonic()))
+    ends = [outputs.end(req_id) for req_id in req_ids]
+    refused = [end for end in ends if end.finish_reason is FinishReason.ERROR]
+    served = [end for end in ends if end.finish_reason is FinishReason.LENGTH]
+    assert len(refused) + len(served) == len(req_ids)
+    assert len(served) >= MAX_WAITING and refused
+    message = (
+        rf"the queue is full \(max_waiting_requests={MAX_WAITING}\): {MAX_WAITING} requests with "
+        rf"{MAX_WAITING * 150} prompt tokens wait, about \d+\.\d s of prefill"
+    )
+    for end in refused:
+        assert end.error_code == "UNAVAILABLE"
+        assert re.match(message, end.error_message or "")
+
+
+def test_the_second_of_two_equal_prompts_is_found_cached(
+    client: EngineClient, outputs: Outputs
+) -> None:
+    before = client.stats().num_cached_tokens
+    texts = []
+    for req_id in (1, 2):
+        request = make_request(150, req_id=req_id, seed=77, max_tokens=8)
+        client.submit(dataclasses.replace(request, arrival_s=time.monotonic()))
+        outputs.end(req_id)
+        texts.append([output.token_id for output in outputs.of[req_id]])
+    assert texts[0] == texts[1]
+    assert client.stats().num_cached_tokens - before == 144
 
 
 def test_an_idle_engine_process_does_not_wake(client: EngineClient, outputs: Outputs) -> None:
