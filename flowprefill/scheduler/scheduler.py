@@ -424,12 +424,12 @@ class Scheduler:
 
     def _plan_step(self) -> StepPlan | None:
         """The next decode step, with room for its tokens."""
-        members = self._pacer.members(self._decoding.values())
-        evicted = self._memory.grow(members, self._holders)
-        if evicted:
+        while True:
+            members = self._pacer.members(self._decoding.values())
+            evicted = self._memory.grow(members, self._holders)
+            if not evicted:
+                return self._pacer.plan(members)
             self._unseat(evicted)
-            members = [request for request in members if request.block_ids]
-        return self._pacer.plan(members)
 
     # ---- prefill ------------------------------------------------------------------------------
 
@@ -574,12 +574,12 @@ class Scheduler:
         return min(self._memory.num_steps(self._decoding[req_id]) for req_id in members)
 
     def _pace(self, step: StepPlan | None, prefill: Tracked, now_s: float) -> PacedSteps | None:
-        """The planned steps beside `prefill`, without those that lost their blocks to it."""
+        """The planned steps beside `prefill`; others if some lost their blocks to it."""
         if step is None:
             return None
-        members = [self._decoding[i] for i in step.step.req_ids if i in self._decoding]
-        if len(members) < len(step.step.req_ids):
-            step = self._pacer.plan(members)
+        if not self._decoding.keys() >= set(step.step.req_ids):
+            with_room = [r for r in self._decoding.values() if self._memory.num_steps(r) > 0]
+            step = self._pacer.plan(self._pacer.members(with_room))
         return step.paced(prefill, now_s, self._num_steps(step)) if step else None
 
     def _prefill_timer_s(self, prefill: Tracked, now_s: float) -> float | None:

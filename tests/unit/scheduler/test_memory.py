@@ -116,6 +116,28 @@ def test_one_that_finds_nobody_below_it_is_evicted_itself() -> None:
     assert step_of(decision).req_ids == (0,)
 
 
+def test_when_all_of_a_step_lose_their_blocks_it_goes_on_with_others() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=1)
+    start_decoding(scheduler, [1], num_prompt_tokens=30, max_tokens=30)
+    start_decoding(scheduler, [0], num_prompt_tokens=20, max_tokens=40)
+    scheduler.decide(0.1, [DecodeStepDone((1,), 0.1, num_steps=2)])
+    decision = scheduler.decide(0.2, [DecodeStepDone((0,), 0.2)])  # now 1 is due first
+    assert decision.evicted == (1,)
+    assert step_of(decision).req_ids == (0,)
+
+
+def test_steps_beside_a_prefill_go_on_with_those_that_it_left_their_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=12, max_num_seqs=1)
+    start_decoding(scheduler, [2, 0], num_prompt_tokens=60)
+    scheduler.decide(0.1, [DecodeStepDone((0,), 0.1)])  # 2 is due first
+    urgent = make_arrival(9, 0.1, num_prompt_tokens=80, max_tokens=1, ttft_slo_s=1)
+    decision = scheduler.decide(0.1, [urgent])
+    assert prefill_of(decision).req_ids == (9,)
+    assert decision.evicted == (2,)
+    assert decision.steps is not None
+    assert decision.steps.step.req_ids == (0,)
+
+
 def test_an_urgent_newcomer_takes_blocks_from_the_least_urgent_first() -> None:
     scheduler = make_scheduler(num_blocks=12)
     start_decoding(scheduler, [0, 1, 2], num_prompt_tokens=60)
