@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,13 +12,19 @@ from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
+from flowprefill.executor.sampler import Sampler, SamplingState
+from flowprefill.host_cpu import cpu_model
 from flowprefill.host_memory import available_bytes
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
-from flowprefill.predictor.profile import Profile, Profiler
+from flowprefill.predictor.profile import Profile
+from flowprefill.predictor.profile_cache import Key, ProfileCache
+from flowprefill.predictor.profiler import Profiler
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
 from flowprefill.programs.weights import load_weights
+from flowprefill.sampling_params import SamplingParams
+from flowprefill.version import __version__
 
 _DEFAULT_CPU_SEQUENCES = 4
 """Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise or that were
@@ -125,9 +132,40 @@ def kv_cache_bytes(
     return memory, f"kv_cache_memory_bytes={memory} by default"
 
 
-def profile_model(model: LoadedModel, clock: Clock, on_progress: OnProgress) -> Profile:
-    """Time some passes on the fresh model, whose KV cache nobody uses yet."""
-    cache, device = model.cache, model.device
+def profile_model(
+    model: LoadedModel,
+    clock: Clock,
+    on_progress: OnProgress,
+    cache: ProfileCache | None = None,
+    refresh: bool = False,
+) -> Profile:
+    """Seconds of slices on the fresh model, whose KV cache nobody uses yet.
+
+    cache: None = the user's. A profile found there is taken, unless `refresh`; one that cannot be
+    kept there costs a stage of its own that says why.
+    """
+    max_tokens = min(
+        model.spec.max_position_embeddings, model.cache.num_blocks * model.cache.block_size
+    )
+    cache = cache or ProfileCache(ProfileCache.default_directory())
+    key = _profile_key(model, max_tokens)
+    profiler = _make_profiler(model, clock)
+    found = None if refresh else cache.load(key)
+    if found:
+        profiler.warm_up(max_tokens)
+        on_progress("profile from the cache", 1.0)
+        return found
+    profile = profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
+    try:
+        cache.store(key, profile)
+    except OSError as error:
+        on_progress(f"profile not kept for later loads in {cache.directory}: {error}", 1.0)
+    return profile
+
+
+def _make_profiler(model: LoadedModel, clock: Clock) -> Profiler:
+    cache, device, vocab_size = model.cache, model.device, model.spec.vocab_size
+    sampler = Sampler(vocab_size)
 
     def run(run_slice: Callable[[], bool]) -> bool:
         may_leave = device.run(run_slice, predicted_s=0.0)
@@ -136,10 +174,37 @@ def profile_model(model: LoadedModel, clock: Clock, on_progress: OnProgress) -> 
 
     def new_table(index: int, num_tokens: int) -> BlockTable:
         num_blocks = -(-num_tokens // cache.block_size)
-        first = index * num_blocks
+        first = index * num_blocks % (cache.num_blocks - num_blocks + 1)
         block_ids = range(first, first + num_blocks)
         return BlockTable(block_ids, cache.block_size, device.torch_device)
 
-    max_tokens = min(model.spec.max_position_embeddings, cache.num_blocks * cache.block_size)
-    profiler = Profiler(model.program, run, clock, new_table, model.spec.vocab_size)
-    return profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
+    def choose(logits: torch.Tensor) -> None:
+        params = SamplingParams()
+        states = [SamplingState(params, (), (), seed) for seed in range(len(logits))]
+        sampler.sample(logits, states)
+
+    limits = model.program.limits
+    return Profiler(model.program, limits, run, clock, new_table, choose, vocab_size)
+
+
+def _profile_key(model: LoadedModel, max_tokens: int) -> Key:
+    """Everything that seconds of slices, and the bits of rows, depend on."""
+    spec, device, program = model.spec, model.device.torch_device, model.program
+    norms = [program.norm, *(layer.input_norm for layer in program.layers)]
+    content = hashlib.sha256(repr(spec).encode())
+    for weights in (*norms, program.embed[:64]):  # enough to tell models of one shape apart
+        content.update(weights.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    is_cuda = device.type == "cuda"
+    return {
+        "flowprefill": __version__,
+        "torch": torch.__version__,
+        "architecture": spec.architecture,
+        "model": content.hexdigest(),
+        "dtype": str(model.dtype),
+        "device": torch.cuda.get_device_name(device) if is_cuda else cpu_model(),
+        "num_threads": torch.get_num_threads(),
+        "tile_rows": program.limits.tile_rows,
+        "attention_work": program.limits.attention_work,
+        "block_size": model.cache.block_size,
+        "max_tokens": max_tokens,
+    }

@@ -1,114 +1,194 @@
-"""FittedPredictor: seconds of a slice as a linear function of its shape, times one speed factor.
+"""FittedPredictor: seconds of a slice as a linear function of its features, times one speed factor.
 
-Coefficients come from a short run at load (profile.py) by least squares. Online only the device's
-speed factor moves, bounded: per-group fits would wind up without excitation. Samples are busy slice
-time; queueing never enters them.
+Coefficients come from a short run at load (profiler.py) by least squares. Online only the device's
+speed factor moves, bounded: per-group fits would wind up without excitation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
 
 from flowprefill.granularity import Granularity
+from flowprefill.predictor.features import slice_features, slice_kind, without_context
+from flowprefill.predictor.pass_seconds import PassSeconds, RunningSum
+from flowprefill.predictor.profile import Profile
+from flowprefill.predictor.speed import SpeedFactor
 from flowprefill.programs.slices import (
+    MIN_PRODUCT_ROWS,
     Group,
-    PassPlan,
     Slice,
     SliceLimits,
     Span,
-    plan_decode,
-    plan_prefill,
 )
 
 Floats = npt.NDArray[np.float64]
+Coefficients = tuple[float, ...]
 
-_NO_BOUNDARY = Granularity("whole")
-_SPEED_WEIGHT = 0.1
-_SPEED_BOUNDS = (0.25, 4.0)
-_MIN_SAMPLE_S = 0.002
-_NEVER_RUN = (0.0, 0.0, 0.0)
-"""A model of one layer has slices of the head's layer only."""
-
-
-def slice_kind(piece: Slice) -> str:
-    """Slices of one kind share coefficients."""
-    if piece.group is Group.ATTENTION and piece.sequence is None:
-        return "decode_attention"
-    return piece.group.value
-
-
-def slice_features(piece: Slice) -> tuple[float, float, float]:
-    """Constant, rows, and keys read: rows x keys where every row reads them (prefill attention)."""
-    rows = float(piece.num_rows)
-    if piece.group is Group.HEAD:
-        return 1.0, 0.0, float(piece.num_keys)
-    if piece.group is Group.ATTENTION and piece.sequence is not None:
-        return 1.0, rows, rows * piece.num_keys
-    return 1.0, rows, float(piece.num_keys)
+_TILE = Granularity("tile")
+_SATURATED = 1.1
+"""Time per token over its limit for long prompts, from which on a pass counts as saturated."""
+_SATURATION_STEP = 64
+_MAX_SATURATION_TOKENS = 1 << 16
 
 
 class FittedPredictor:
-    """Implements Predictor, and predicts single slices for the executor."""
+    """Implements Predictor, and predicts single slices for the executor. Usable from any thread;
+    one thread observes."""
 
     def __init__(
-        self, coefficients: Mapping[str, Sequence[float]], num_layers: int, limits: SliceLimits
+        self,
+        coefficients: Mapping[str, Sequence[float]],
+        num_layers: int,
+        limits: SliceLimits,
+        granularity: Granularity = _TILE,
+        choice: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """coefficients: seconds per feature, by slice_kind."""
-        self._coefficients = {kind: tuple(values) for kind, values in coefficients.items()}
+        """coefficients: seconds per feature, by slice_kind
+        granularity: at which prefills run; chunks make several passes of one
+        choice: seconds of the choice of tokens at the end of a step, constant and per row
+        """
+        self.coefficients = {kind: tuple(values) for kind, values in coefficients.items()}
         self._num_layers = num_layers
         self._limits = limits
-        self.speed_factor = 1.0
-        """Measured over predicted busy time, a moving average."""
+        self._granularity = granularity
+        self._choice = choice
+        self._speed = SpeedFactor()
+        self._passes = PassSeconds(self.profiled_s, num_layers, limits)
+        self._chunks = RunningSum(self._whole_chunk_s)
 
-    def slice_s(self, piece: Slice) -> float:
-        """Device seconds of one slice."""
-        a, b, c = self._coefficients.get(slice_kind(piece), _NEVER_RUN)
-        constant, rows, keys = slice_features(piece)
-        return self.speed_factor * (a * constant + b * rows + c * keys)
+    @staticmethod
+    def from_profile(
+        profile: Profile, num_layers: int, limits: SliceLimits, granularity: Granularity
+    ) -> FittedPredictor:
+        """A predictor of what the profile showed."""
+        coefficients, choice = fit(profile.samples), fit_choice(profile.choices)
+        return FittedPredictor(coefficients, num_layers, limits, granularity, choice)
+
+    # ---- Predictor ----------------------------------------------------------------------------
+
+    @property
+    def speed_factor(self) -> float:
+        """Measured over profiled seconds, as of now."""
+        return self._speed.value
+
+    @cached_property
+    def saturation_tokens(self) -> int:
+        """The fewest tokens, in steps of 64, of a pass whose time per token is within 10% of that
+        of whole tiles without end; attention over earlier keys is left out of both.
+
+        What is above the limit are the costs of a pass and of a slice: weights read, calls, logits.
+        """
+
+        def cost(piece: Slice) -> float:
+            return self.profiled_s(without_context(piece))
+
+        passes = PassSeconds(cost, self._num_layers, self._limits)
+        tile_rows = self._limits.tile_rows
+        limit_s = passes.prefill_pass_s([Span(0, tile_rows)], is_final=False) / tile_rows
+        for n in range(_SATURATION_STEP, _MAX_SATURATION_TOKENS, _SATURATION_STEP):
+            if passes.prefill_pass_s([Span(0, n)], is_final=True) <= _SATURATED * limit_s * n:
+                return n
+        return _MAX_SATURATION_TOKENS
 
     def prefill_s(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
         span = Span(num_cached_tokens, num_tokens)
-        return self._pass_s(plan_prefill([span], self._limits, _NO_BOUNDARY, is_final=True))
+        if self._granularity.kind == "chunk":
+            return self.speed_factor * self._in_chunks_s(span)
+        return self.speed_factor * self._passes.prefill_pass_s([span], is_final=True)
+
+    def packed_prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """At granularity `chunk` nothing is packed: the prompts one after the other."""
+        if self._granularity.kind == "chunk":
+            return sum(self.prefill_s(*prompt) for prompt in prompts)
+        spans = [Span(num_cached, num_tokens) for num_tokens, num_cached in prompts]
+        return self.speed_factor * self._passes.prefill_pass_s(spans, is_final=True)
 
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
-        mean = num_context_tokens // max(num_seqs, 1)
-        return self._pass_s(plan_decode([mean] * num_seqs, self._limits)) if num_seqs else 0.0
+        if not num_seqs:
+            return 0.0
+        rows = Slice(Group.QKV, 0, num_seqs)
+        layer_s = self.profiled_s(rows) + self.profiled_s(Slice(Group.MLP, 0, num_seqs))
+        layer_s += self._decode_attention_s(num_seqs, num_context_tokens // num_seqs)
+        logits_s = self.profiled_s(Slice(Group.LOGITS, 0, num_seqs))
+        choice_s = self._choice[0] + self._choice[1] * num_seqs
+        return self.speed_factor * (self._num_layers * layer_s + logits_s + choice_s)
+
+    # ---- single slices ------------------------------------------------------------------------
+
+    def slice_s(self, piece: Slice) -> float:
+        """Device seconds of one slice."""
+        return self.speed_factor * self.profiled_s(piece)
+
+    def profiled_s(self, piece: Slice) -> float:
+        """Device seconds of one slice at speed factor 1; never changes."""
+        coefficients = self.coefficients.get(slice_kind(piece))
+        if coefficients is None:  # a model of one layer has slices of the head's layer only
+            return 0.0
+        seconds: float = sum(map(mul, coefficients, slice_features(piece)))
+        return seconds
 
     def observe(self, busy_s: float, predicted_s: float) -> None:
         """Take in one measured stretch of slices and what slice_s had predicted for it."""
-        if predicted_s < _MIN_SAMPLE_S:
-            return
-        low, high = _SPEED_BOUNDS
-        sample = min(max(self.speed_factor * busy_s / predicted_s, low), high)
-        self.speed_factor += _SPEED_WEIGHT * (sample - self.speed_factor)
+        self._speed.observe(busy_s, predicted_s / self.speed_factor)
 
-    def _pass_s(self, plan: PassPlan) -> float:
-        return plan.total_s(self.slice_s, self._num_layers)
+    # ---- passes -------------------------------------------------------------------------------
+
+    def _in_chunks_s(self, span: Span) -> float:
+        """Passes that end at multiples of the chunk in the prompt, and at the prompt's end."""
+        size = self._granularity.chunk_tokens
+        first, last = span.start // size + 1, (span.end - 1) // size
+        if first > last:
+            return self._passes.prefill_pass_s([span], is_final=True)
+        total = self._passes.prefill_pass_s([Span(span.start, first * size)], is_final=False)
+        total += self._chunks.between(first, last)
+        return total + self._passes.prefill_pass_s([Span(last * size, span.end)], is_final=True)
+
+    def _whole_chunk_s(self, index: int) -> float:
+        size = self._granularity.chunk_tokens
+        span = Span(index * size, (index + 1) * size)
+        return self._passes.prefill_pass_s([span], is_final=False)
+
+    def _decode_attention_s(self, num_seqs: int, num_keys: int) -> float:
+        """Attention of one layer over num_keys keys of each sequence, cut as plan_decode does."""
+        max_keys = self._limits.attention_work // MIN_PRODUCT_ROWS
+        most = min(num_seqs, max(1, max_keys // num_keys) if num_keys else num_seqs)
+        whole, rest = divmod(num_seqs, most)
+        whole_s = self.profiled_s(Slice(Group.ATTENTION, 0, most, num_keys=most * num_keys))
+        rest_s = self.profiled_s(Slice(Group.ATTENTION, 0, rest, num_keys=rest * num_keys))
+        return whole * whole_s + (rest_s if rest else 0.0)
 
 
-def fit(samples: Iterable[tuple[Slice, float]]) -> dict[str, tuple[float, float, float]]:
+def fit(samples: Iterable[tuple[Slice, float]]) -> dict[str, Coefficients]:
     """Least squares per slice kind over (slice, measured seconds); no coefficient is negative.
 
     Slices that took over three times their kind's fit (another process had the core) are left out
     of a second fit.
     """
-    by_kind: dict[str, list[tuple[tuple[float, float, float], float]]] = {}
+    by_kind: dict[str, list[tuple[Coefficients, float]]] = {}
     for piece, seconds in samples:
         by_kind.setdefault(slice_kind(piece), []).append((slice_features(piece), seconds))
     return {kind: _fit_kind(rows) for kind, rows in by_kind.items()}
 
 
-def _fit_kind(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, float, float]:
+def fit_choice(samples: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Constant and seconds per row, from (rows, measured seconds) of choices of tokens."""
+    constant, per_row = _fit_kind([((1.0, float(rows)), seconds) for rows, seconds in samples])
+    return constant, per_row
+
+
+def _fit_kind(rows: Sequence[tuple[Coefficients, float]]) -> Coefficients:
     features = np.array([f for f, _ in rows])
     seconds = np.array([s for _, s in rows])
     solution = _nonnegative_least_squares(features, seconds)
     usual = seconds <= 3 * np.maximum(features @ solution, np.median(seconds) / 3)
     if usual.any():
         solution = _nonnegative_least_squares(features[usual], seconds[usual])
-    return float(solution[0]), float(solution[1]), float(solution[2])
+    return tuple(map(float, solution))
 
 
 def _nonnegative_least_squares(features: Floats, seconds: Floats) -> Floats:

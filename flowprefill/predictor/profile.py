@@ -1,94 +1,85 @@
-"""Profile: run a few passes at load, time their slices, and probe the bit rule on the way."""
+"""Profile: what the passes at load showed, as a value and as JSON. No torch."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
-
-from flowprefill.clock import Clock
-from flowprefill.granularity import Granularity
-from flowprefill.kv.block_table import BlockTable
-from flowprefill.programs.program import Program, ProgramState, SequenceInput
-from flowprefill.programs.slices import Slice
-
-_PROMPT_LENGTHS = (32, 100, 300, 700, 1400)
-_DECODE_BATCHES = (1, 2, 4)
-_PROBE_CHUNK = 96
-_TILE = Granularity("tile")
+from flowprefill.programs.slices import Group, Slice
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What the passes at load showed."""
+    """Seconds of slices of many shapes on one device, and whether the bit rule holds there."""
 
-    samples: list[tuple[Slice, float]]
-    """Slices and their seconds."""
+    samples: Sequence[tuple[Slice, float]]
+    """One slice of each shape and its seconds, typical of all that were timed."""
+    choices: Sequence[tuple[int, float]]
+    """Rows of logits, and the seconds that choosing their tokens took."""
     is_bit_invariant: bool
     """Chunked prefill and decode gave the bits of the whole prefill."""
+    calibration_s: float
+    """How long the passes took."""
+    is_cached: bool = False
+    """Read from disk; the passes ran at an earlier load."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What from_json reads."""
+        return {
+            "samples": [[*_slice_to_json(piece), seconds] for piece, seconds in self.samples],
+            "choices": [list(choice) for choice in self.choices],
+            "is_bit_invariant": self.is_bit_invariant,
+            "calibration_s": self.calibration_s,
+        }
+
+    @staticmethod
+    def from_json(values: Any) -> Profile:
+        """Raises ValueError, TypeError or KeyError if `values` is not what to_json gave."""
+        samples = [_sample_from_json(*row) for row in values["samples"]]
+        choices = [(_count(rows), _seconds(seconds)) for rows, seconds in values["choices"]]
+        is_bit_invariant = values["is_bit_invariant"]
+        if not samples or not choices or not isinstance(is_bit_invariant, bool):
+            raise ValueError("an incomplete profile")
+        calibration_s = _seconds(values["calibration_s"])
+        return Profile(samples, choices, is_bit_invariant, calibration_s, is_cached=True)
 
 
-class Profiler:
-    """Runs passes of random tokens on a program whose KV cache nobody uses yet."""
+def _slice_to_json(piece: Slice) -> list[Any]:
+    return [
+        piece.group.value,
+        piece.start,
+        piece.end,
+        piece.sequence,
+        piece.position,
+        piece.num_keys,
+    ]
 
-    def __init__(
-        self,
-        program: Program,
-        run: Callable[[Callable[[], bool]], bool],
-        clock: Clock,
-        new_table: Callable[[int, int], BlockTable],
-        vocab_size: int,
-    ) -> None:
-        """run: runs one slice to its end; new_table(index, tokens): blocks of sequence `index`."""
-        self._program = program
-        self._run = run
-        self._clock = clock
-        self._new_table = new_table
-        self._tokens = random.Random(0).choices(range(vocab_size), k=max(_PROMPT_LENGTHS) + 1)
-        self._samples: list[tuple[Slice, float]] = []
 
-    def profile(self, max_tokens: int, on_progress: Callable[[float], None]) -> Profile:
-        """max_tokens: the longest sequence that fits into the model and the cache."""
-        self._prefill(min(16, max_tokens - 1))  # first calls initialise the operators' caches
-        self._samples.clear()
-        lengths = sorted({min(n, max_tokens - 1) for n in _PROMPT_LENGTHS})
-        for i, length in enumerate(lengths):
-            self._prefill(length)
-            on_progress((i + 1) / (len(lengths) + 2))
-        for num_seqs in _DECODE_BATCHES:
-            self._decode([max(1, lengths[-1] // num_seqs)] * num_seqs)
-            self._decode([max(1, lengths[0] // num_seqs)] * num_seqs)
-        on_progress((len(lengths) + 1) / (len(lengths) + 2))
-        invariant = self._probe(min(300, max_tokens - 1))
-        on_progress(1.0)
-        return Profile(self._samples, invariant)
+def _sample_from_json(
+    group: Any, start: Any, end: Any, sequence: Any, position: Any, num_keys: Any, seconds: Any
+) -> tuple[Slice, float]:
+    piece = Slice(
+        Group(group),
+        _count(start),
+        _count(end),
+        sequence if sequence is None else _count(sequence),
+        _count(position),
+        _count(num_keys),
+    )
+    if piece.num_rows <= 0:
+        raise ValueError(f"a slice of {piece.num_rows} rows")
+    return piece, _seconds(seconds)
 
-    def _prefill(self, length: int, granularity: Granularity = _TILE) -> Tensor:
-        tokens = self._tokens[:length]
-        table = self._new_table(0, length + 1)
-        return self._finish(self._program.prefill([SequenceInput(tokens, 0, table)], granularity))
 
-    def _decode(self, contexts: Sequence[int]) -> Tensor:
-        """One step; the caches hold whatever earlier passes left there."""
-        inputs = [
-            SequenceInput(self._tokens[n : n + 1], n, self._new_table(i, n + 1))
-            for i, n in enumerate(contexts)
-        ]
-        return self._finish(self._program.decode(inputs))
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**40:
+        raise ValueError(f"{value!r} is not a count")
+    return value
 
-    def _probe(self, length: int) -> bool:
-        """Whether the last row has the same bits in one pass, in chunks, and as a decode row."""
-        whole = self._prefill(length)
-        chunked = self._prefill(length, Granularity("chunk", _PROBE_CHUNK))
-        decoded = self._decode([length - 1])
-        return bool((whole == chunked).all()) and bool((whole == decoded).all())
 
-    def _finish(self, state: ProgramState) -> Tensor:
-        while not state.is_done:
-            piece = state.next_slice
-            start_s = self._clock.now_s()
-            self._run(state.run_slice)
-            self._samples.append((piece, self._clock.now_s() - start_s))
-        return state.logits
+def _seconds(value: Any) -> float:
+    if type(value) is not float or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is not a time")
+    return value

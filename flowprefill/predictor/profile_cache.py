@@ -1,0 +1,71 @@
+"""ProfileCache: profiles on disk, so that only the first load of a model on a machine takes them.
+
+One JSON file for each key. A file that cannot be read, or is not what its name says, is as good as
+none; so nothing that happens to this folder can fail a load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from flowprefill.predictor.profile import Profile
+
+PROFILE_FORMAT = 1
+"""Part of every key; raised when the same passes would be read or taken in another way."""
+
+Key = Mapping[str, str | int]
+"""Everything that a profile depends on, by name."""
+
+
+class ProfileCache:
+    """A folder of profiles."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @staticmethod
+    def default_directory() -> Path:
+        """$XDG_CACHE_HOME/flowprefill/profiles, or below ~/.cache. Relative paths do not count."""
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):
+            base = os.path.expanduser("~/.cache")
+        return Path(base, "flowprefill", "profiles")
+
+    def load(self, key: Key) -> Profile | None:
+        """The profile of exactly this key; None if there is none that can be used."""
+        try:
+            content = json.loads(self.path(key).read_text(encoding="utf-8"))
+            if content["key"] == _complete(key):
+                return Profile.from_json(content["profile"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            pass  # absent, unreadable, or no profile of ours
+        return None
+
+    def store(self, key: Key, profile: Profile) -> None:
+        """Keep the profile; other processes see all of it or nothing. Raises OSError."""
+        content = {"key": _complete(key), "profile": profile.to_json()}
+        if not self.directory.is_absolute():
+            raise FileNotFoundError("there is no home directory")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            os.replace(name, self.path(key))
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def path(self, key: Key) -> Path:
+        """The file of this key."""
+        text = json.dumps(_complete(key), sort_keys=True)
+        return self.directory / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _complete(key: Key) -> dict[str, str | int]:
+    return {"format": PROFILE_FORMAT, **key}
