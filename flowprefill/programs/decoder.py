@@ -8,7 +8,7 @@ blocks, nothing else.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -106,6 +106,7 @@ class DecoderState:
         self._layer = 0
         self._index = 0  # cursor: the next slice of the layer's plan
         self._logits: Tensor | None = None
+        self._sums_key: object = None  # what the sums of remaining_s were made for
         self._begin_next_pass()
 
     @property
@@ -126,18 +127,27 @@ class DecoderState:
         return self._hidden.nbytes + self._q.nbytes
 
     def remaining_s(self, cost: SliceCost) -> float:
-        """Sum over the slices still to run; later layers repeat the plan of this one."""
+        """Sum over the slices still to run; later layers repeat the plan of this one.
+
+        The sums are kept, so asking again in the same pass takes no time while `cost` stays what it
+        was: the same function, with the same answer for the pass's first slice.
+        """
         if self.is_done:
             return 0.0
-        total = sum(cost(s) for s in self._slices()[self._index :])
         num_layers = self._program.spec.num_layers
-        layers_between = max(0, num_layers - 2 - self._layer)
         plan = self._passes[self._pass][1]
-        total += layers_between * sum(cost(s) for s in plan.layer)
-        if self._layer < num_layers - 1:
-            total += sum(cost(s) for s in plan.last_layer)
-        later = self._passes[self._pass + 1 :]
-        return total + sum(plan.total_s(cost, num_layers) for _, plan in later)
+        key = self._pass, cost, cost(plan.layer[0])
+        if self._sums_key != key:
+            self._sums_key = key
+            self._layer_s = _sums_to_end(map(cost, plan.layer))
+            self._last_layer_s = _sums_to_end(map(cost, plan.last_layer))
+            later = self._passes[self._pass + 1 :]
+            self._later_passes_s = sum(plan.total_s(cost, num_layers) for _, plan in later)
+        if self._layer == num_layers - 1:
+            return self._last_layer_s[self._index] + self._later_passes_s
+        layers_between_s = (num_layers - 2 - self._layer) * self._layer_s[0]
+        this_layer_s = self._layer_s[self._index]
+        return this_layer_s + layers_between_s + self._last_layer_s[0] + self._later_passes_s
 
     @torch.inference_mode()
     def run_slice(self) -> bool:
@@ -281,3 +291,8 @@ class DecoderState:
         """hidden: [seqs, hidden], behind the last layer."""
         normed = rmsnorm(hidden, self._program.norm, self._program.spec.rms_norm_eps)
         self._logits = self._program.lm_head(normed).float()
+
+
+def _sums_to_end(values: Iterable[float]) -> list[float]:
+    """The sum of each value and all behind it."""
+    return list(itertools.accumulate(reversed(list(values))))[::-1]
