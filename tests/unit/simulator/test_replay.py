@@ -148,7 +148,7 @@ def test_preemption_by_operators_carries_more_load_than_whole_prefills_and_chunk
         granularity: measures.max_loads(QWEN, setup("s-edf", granularity))[0]
         for granularity in ("whole", "chunk:512", "op")
     }
-    assert loads["op"] > 1.05 * loads["chunk:512"] > 1.05 * 2 * loads["whole"]
+    assert loads["op"] > 1.02 * loads["chunk:512"] > 1.02 * 2 * loads["whole"]
 
 
 def test_first_come_first_served_gains_nothing_from_finer_boundaries() -> None:
