@@ -1,7 +1,8 @@
 """A pass may be parked after any slice and others run in between: no bit of any result changes.
 
-Below the engine, without threads: prefills of any granularity and decode steps of any sequences,
-on scattered blocks, in any order of stretches, against the same passes run one after the other.
+Below the engine, without threads: prefills of any granularity, alone or packed, and decode steps of
+any sequences, on scattered blocks, in any order of stretches, against each sequence's passes run
+alone and one after the other.
 """
 
 from __future__ import annotations
@@ -92,13 +93,14 @@ def run_interleaved(model: LoadedModel, sequences: list[Sequence], draw: random.
 def start(
     model: LoadedModel, idle: list[Sequence], draw: random.Random
 ) -> tuple[list[Sequence], ProgramState]:
-    """A prefill of one of these sequences, or a decode step of some that are past it."""
+    """A prefill of some of these sequences, or a decode step of some that are past it."""
     decoding = [s for s in idle if s.logits]
     waiting = [s for s in idle if not s.logits]
     if waiting and (not decoding or draw.random() < 0.5):
-        members = [draw.choice(waiting)]
+        members = draw.sample(waiting, draw.randint(1, min(len(waiting), 3)))
         granularity = Granularity.parse(members[0].granularity)
-        state: ProgramState = model.program.prefill([members[0].prompt_input()], granularity)
+        inputs = [s.prompt_input() for s in members]
+        state: ProgramState = model.program.prefill(inputs, granularity)
     else:
         members = draw.sample(decoding, draw.randint(1, len(decoding)))
         state = model.program.decode([s.decode_input() for s in members])
