@@ -191,6 +191,34 @@ class TestRemaining:
         assert expected == [sum(costs[i:]) for i in range(len(costs))]
         assert expected == sorted(set(expected), reverse=True)
 
+    @pytest.mark.parametrize("granularity", ["tile", "chunk:64"])
+    def test_asking_again_in_a_pass_costs_nothing(self, llama: Runner, granularity: str) -> None:
+        asked: list[Slice] = []
+
+        def cost(piece: Slice) -> float:
+            asked.append(piece)
+            return self.cost(piece)
+
+        inputs = [llama.input(random_tokens(140))]
+        state = llama.program.prefill(inputs, Granularity.parse(granularity))
+        state.remaining_s(cost)
+        asked.clear()
+        state.run_slice()
+        state.remaining_s(cost)
+        assert len(asked) == 1
+
+    def test_a_cost_that_has_changed_is_asked_anew(self, llama: Runner) -> None:
+        speed = 1.0
+
+        def cost(piece: Slice) -> float:
+            return speed * self.cost(piece)
+
+        state = llama.program.prefill([llama.input(random_tokens(140))], TILE)
+        before = state.remaining_s(cost)
+        speed = 2.0
+        assert state.remaining_s(cost) == 2 * before
+        assert state.remaining_s(self.cost) == before
+
     def test_decode_step_counts_its_slices_too(self, llama: Runner) -> None:
         llama.prefill(random_tokens(10), WHOLE)
         state = llama.program.decode([llama.input([1], 10)])
