@@ -87,10 +87,11 @@ class Profiler:
 
     def _time_prefill(self, span: Span, is_first_round: bool) -> None:
         """Matrix products of few rows behind long attention find no weights in the caches and are
-        not typical: of a piece late in a context only what depends on the context counts."""
+        not typical: of a ragged piece late in a context only what depends on the context counts."""
         to_end = is_first_round and span.end - span.start <= (1 if span.start else _SHORT_TOKENS)
         for piece, seconds in self._timed_slices(self._prefill(span), to_end):
-            if span.start == 0 or piece.group in (Group.ATTENTION, Group.HEAD):
+            is_product = piece.group in (Group.QKV, Group.MLP)
+            if span.start == 0 or not is_product or piece.num_rows >= self._limits.tile_rows:
                 self._note(piece, seconds)
 
     def _time_decode(self, contexts: Sequence[int], is_first_round: bool) -> None:
