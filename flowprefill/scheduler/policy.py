@@ -25,8 +25,9 @@ sequencing algorithm for minimizing the number of late jobs, 1968), among the re
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -73,10 +74,11 @@ C = TypeVar("C", bound=Candidate)
 class KeptSet(Protocol):
     """Picks the candidates that are worth serving first; keeps their order, that of urgency.
 
+    Lazily where it can: mostly only the first one is asked for.
     stretch: wall time per device second of a prefill, 1 / (1 - decode share).
     """
 
-    def __call__(self, candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]: ...
+    def __call__(self, candidates: Sequence[C], now_s: float, stretch: float) -> Iterable[C]: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Policy:
     name: str
     kept: KeptSet
     key: Callable[[Candidate], float]
-    """Order of the kept: smallest first."""
+    """Order of the kept: smallest first. A policy that does not keep all orders them by_deadline,
+    which is the order that they are in."""
     rest_key: Callable[[Candidate], float]
     """Order of the others, which run only when nothing is kept."""
     can_starve: bool
@@ -105,15 +108,17 @@ class Policy:
         current: the prefill that ran last and is unfinished. It stays unless another's key is
         smaller by more than min_gain (what a switch costs), so equals never displace each other.
         """
-        group, key = self.kept(candidates, now_s, stretch), self.key
-        if not group:
-            group, key = candidates, self.rest_key
-        group = _highest_rank(group)
-        best = group[0] if key is by_deadline else min(group, key=key)  # the order they are in
+        key, kept = self.key, iter(self.kept(candidates, now_s, stretch))
+        best = next(kept, None)
+        if best is None:
+            key, kept, best = self.rest_key, iter(candidates), candidates[0]
+        if key is not by_deadline:
+            group = _highest_rank(candidates)
+            kept, best = iter(group), min(group, key=key)
         if current is None or current is best or current.rank != best.rank:
             return best
         is_close = key(current) - key(best) <= min_gain
-        return current if is_close and any(c is current for c in group) else best
+        return current if is_close and any(c is current for c in kept) else best
 
 
 def slack_s(candidate: Candidate, now_s: float, stretch: float = 1.0) -> float:
@@ -129,16 +134,16 @@ def _highest_rank(group: Sequence[C]) -> Sequence[C]:
     return [c for c in group if c.rank == rank]
 
 
-def _all(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]:
+def _all(candidates: Sequence[C], now_s: float, stretch: float) -> Iterable[C]:
     return candidates
 
 
-def _feasible(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]:
-    # slack_s() written out: this line runs for every waiting request of every decision.
-    return [c for c in candidates if c.deadline_s - now_s - c.remaining_s * stretch >= 0]
+def _feasible(candidates: Sequence[C], now_s: float, stretch: float) -> Iterator[C]:
+    # slack_s() written out: this line runs for every late request of every decision.
+    return (c for c in candidates if c.deadline_s - now_s - c.remaining_s * stretch >= 0)
 
 
-def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Sequence[C]:
+def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Iterable[C]:
     """The largest set of candidates that meet their deadlines if run in the order of urgency.
 
     Add them in that order; when one would be late, drop what frees the most time for its worth.
@@ -146,11 +151,12 @@ def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Seq
     first and is never dropped for a lower one.
     """
     feasible = _feasible(candidates, now_s, stretch)  # no schedule has the others on time
+    considered = list(itertools.islice(feasible, MAX_CONSIDERED))
     rank: int | None = None
     end_s = firm_s = now_s  # firm: without those that can be dropped for a candidate
     droppable: list[tuple[float, int, float]] = []  # heap: most time per worth, index, time
     dropped = set()
-    for index, candidate in enumerate(feasible[:MAX_CONSIDERED]):
+    for index, candidate in enumerate(considered):
         if candidate.rank != rank:
             rank, firm_s, droppable = candidate.rank, end_s, []
         deadline_s = candidate.deadline_s
@@ -167,9 +173,8 @@ def _moore_hodgson(candidates: Sequence[C], now_s: float, stretch: float) -> Seq
             _, worst, freed_s = heapq.heappop(droppable)
             end_s -= freed_s
             dropped.add(worst)
-    if not dropped:
-        return feasible
-    return [c for index, c in enumerate(feasible) if index not in dropped]
+    kept = (c for index, c in enumerate(considered) if index not in dropped)
+    return itertools.chain(kept, feasible)
 
 
 _arrival = attrgetter("arrival_s")
