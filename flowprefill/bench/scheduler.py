@@ -35,7 +35,7 @@ LONG_TRACE = "mooncake_conversation_15min.csv"
 def run(
     decisions: Annotated[
         int, typer.Option(min=1, help="Timed decisions of each policy and queue.")
-    ] = 1000,
+    ] = 500,
     waiting: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Waiting requests; may be repeated. Default: 1000 and 10000."),
