@@ -143,7 +143,8 @@ class Scheduler:
             self._apply(event, now_s)
         rejected = self._reject_infeasible(now_s)
         step = self._plan_step()
-        prefill = self._choose_prefill(now_s, step.stretch if step else 1.0)
+        stretch = step.stretch if step else 1.0
+        prefill = self._choose_prefill(now_s, stretch)
         self._guard.runs(prefill)
         if prefill is None:
             self._pause_current()
@@ -155,7 +156,7 @@ class Scheduler:
         task = self._switch_to(prefill, now_s)
         return Decision(
             task,
-            timer_s=self._prefill_timer_s(prefill, now_s),
+            timer_s=self._prefill_timer_s(prefill, now_s, stretch),
             steps=self._pace(step, prefill, now_s),
             evicted=self._take_evicted(),
             rejected=rejected,
@@ -523,10 +524,13 @@ class Scheduler:
                 max_tokens=max_tokens,
                 max_requests=self._options.max_num_seqs,
                 now_s=now_s,
-                reserve=lambda joiner: self._try_start(joiner, may_evict=False),
+                reserve=self._try_join,
             )
         self._new_task(members)
         return True
+
+    def _try_join(self, request: Tracked) -> bool:
+        return self._overdue() is None and self._try_start(request, may_evict=False)
 
     def _new_task(self, members: Sequence[Tracked]) -> None:
         """A prefill, parked at its start, of requests that hold their blocks."""
@@ -582,13 +586,14 @@ class Scheduler:
             step = self._pacer.plan(self._pacer.members(with_room))
         return step.paced(prefill, now_s, self._num_steps(step)) if step else None
 
-    def _prefill_timer_s(self, prefill: Tracked, now_s: float) -> float | None:
+    def _prefill_timer_s(self, prefill: Tracked, now_s: float, stretch: float) -> float | None:
         """The first of: late prefills' share, overrun; if anyone else wants the device."""
-        if len(self._candidates) <= 1:
+        if len(self._candidates) <= prefill.num_packed:
             return None
         min_s = self._options.max_slice_s
-        overrun_s = max(prefill.remaining_s * (OVERRUN_FACTOR - 1), min_s * MIN_OVERRUN_SLICES)
-        timer_s = now_s + prefill.remaining_s + overrun_s
+        expected_s = prefill.remaining_s * stretch
+        overrun_s = max(expected_s * (OVERRUN_FACTOR - 1), min_s * MIN_OVERRUN_SLICES)
+        timer_s = now_s + expected_s + overrun_s
         wake_s = None
         if self._can_starve():
             wake_s = self._guard.wake_s(now_s, min_s, self._candidates)

@@ -107,6 +107,12 @@ def test_a_pack_takes_the_predicted_time_of_the_pass() -> None:
     assert decision.timer_s == pytest.approx(0.06 + 0.04)  # an overrun of at least 10 slices
 
 
+def test_a_pack_alone_needs_no_timer() -> None:
+    decision = make_packing().decide(0.0, shorts(4))
+    assert len(prefill_of(decision).req_ids) == 4
+    assert decision.timer_s is None
+
+
 def test_every_member_has_its_token_at_the_end_of_the_pass_and_ends_by_itself() -> None:
     device = Device(make_packing())
     for req_id in range(4):
@@ -175,14 +181,13 @@ def test_a_pack_is_evicted_as_a_whole_and_its_members_start_again() -> None:
     assert [len(device.token_times[r]) for r in range(4)] == [4, 0, 4, 4]
 
 
-def test_a_pack_with_a_more_urgent_member_keeps_its_blocks() -> None:
-    scheduler = make_packing("fcfs", num_blocks=20)
-    arrivals = shorts(3, ttft_slo_s=5)
-    arrivals[2] = make_arrival(2, num_prompt_tokens=50, ttft_slo_s=1)
+def test_a_pack_with_a_member_more_urgent_than_the_newcomer_keeps_its_blocks() -> None:
+    scheduler = make_packing("sjf", num_blocks=14)
+    arrivals = [*shorts(2, ttft_slo_s=5), make_arrival(2, num_prompt_tokens=50, ttft_slo_s=1)]
     task = prefill_of(scheduler.decide(0.0, arrivals))
     assert sorted(task.req_ids) == [0, 1, 2]
-    middle = make_arrival(3, 0.01, num_prompt_tokens=200, ttft_slo_s=2)
-    decision = scheduler.decide(0.05, [PrefillParked(task.task_id, 0.1), middle])
+    shorter = make_arrival(3, 0.01, num_prompt_tokens=40, ttft_slo_s=2)
+    decision = scheduler.decide(0.05, [PrefillParked(task.task_id, 0.1), shorter])
     assert decision.evicted == ()
     assert decision.task == task
 

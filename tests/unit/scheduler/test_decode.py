@@ -71,6 +71,23 @@ def test_beside_a_prefill_a_step_is_released_one_step_and_one_slice_before_its_t
     assert steps.interval_s == pytest.approx(RELEASE_S)
 
 
+def test_the_sequence_that_is_due_first_sets_the_pace() -> None:
+    scheduler = make_scheduler()
+    start_decoding(scheduler, 0, tbt_slo_s=0.5)
+    start_decoding(scheduler, 1, tbt_slo_s=0.1)
+    steps = steps_beside(scheduler)
+    assert steps.step == DecodeStep((0, 1))
+    assert steps.release_s == pytest.approx(0.1 - STEP_S - SLICE_S)
+    assert steps.interval_s == pytest.approx(0.1 - STEP_S - SLICE_S)
+
+
+def test_prefills_get_their_share_after_a_step_that_ended_before_they_came() -> None:
+    scheduler = make_scheduler(max_decode_share=0.25, step_s=0.03)
+    start_decoding(scheduler, 0, tbt_slo_s=0.03)
+    scheduler.decide(1.0, [DecodeStepDone((0,), 1.0)])
+    assert steps_beside(scheduler, 1.0).release_s == pytest.approx(1.0 + 0.09)
+
+
 def test_paced_steps_hold_until_the_next_decision_and_count_from_the_last_token() -> None:
     scheduler = make_scheduler()
     start_decoding(scheduler, 0)

@@ -43,7 +43,7 @@ def largest_feasible(candidates: Sequence[Prefill], now_s: float, stretch: float
 jobs = st.lists(st.tuples(remaining_times, deadlines), min_size=1, max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs=jobs, now_s=st.sampled_from([0.0, 1.5]), stretch=stretches)
 def test_with_equal_weights_the_kept_set_is_as_large_as_any_that_can_be_on_time(
     jobs: list[tuple[float, float]], now_s: float, stretch: float
@@ -62,7 +62,7 @@ ranked_jobs = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs=ranked_jobs, stretch=stretches)
 def test_ranks_and_weights_never_keep_more_than_can_be_on_time(
     jobs: list[tuple[float, float, int, float]], stretch: float
@@ -75,7 +75,7 @@ def test_ranks_and_weights_never_keep_more_than_can_be_on_time(
     assert are_on_time(by_urgency(*(c for c in candidates if c.req_id in ids)), 0.0, stretch)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(jobs=ranked_jobs, stretch=stretches)
 def test_what_is_kept_of_a_rank_does_not_depend_on_lower_ranks(
     jobs: list[tuple[float, float, int, float]], stretch: float

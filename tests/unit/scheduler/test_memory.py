@@ -218,6 +218,20 @@ def test_blocks_that_the_newcomer_shares_with_its_victims_are_not_counted_as_fre
     scheduler.check_integrity()
 
 
+def test_nobody_is_evicted_for_blocks_that_the_newcomer_would_share_all_the_same() -> None:
+    scheduler = make_scheduler(num_blocks=23)
+    keys = document_keys("d", 160)
+    run_prefill(scheduler, make_arrival(7, num_prompt_tokens=10, ttft_slo_s=0.5))
+    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=165, prefix_keys=keys))
+    # It finds 10 of the 11 blocks of request 0, and needs 13 more; 11 are free.
+    newcomer = make_arrival(
+        9, 0.1, num_prompt_tokens=16 * 23, max_tokens=0, ttft_slo_s=5, prefix_keys=keys
+    )
+    decision = scheduler.decide(0.1, [newcomer])
+    assert decision.evicted == ()
+    assert scheduler.status(9) is RequestStatus.WAITING
+
+
 # ---- coming back --------------------------------------------------------------------------------
 
 

@@ -200,6 +200,15 @@ def test_an_overrun_is_decided_upon_again_at_a_quarter_over_the_prediction() -> 
     assert prefill_of(scheduler.decide(1.25, late)).req_ids == (1,)
 
 
+def test_the_time_of_steps_beside_a_prefill_is_no_overrun() -> None:
+    scheduler = make_scheduler("edf", step_s=0.1)
+    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=1, tbt_slo_s=0.2))
+    arrivals = [make_arrival(1, num_prompt_tokens=1000), make_arrival(2, ttft_slo_s=60)]
+    decision = scheduler.decide(0.0, arrivals)
+    assert prefill_of(decision).req_ids == (1,)
+    assert decision.timer_s == pytest.approx(1.25 * 2.0)  # steps take half of the device
+
+
 def test_a_prefill_alone_needs_no_timer() -> None:
     decision = make_scheduler().decide(0.0, [make_arrival(0, num_prompt_tokens=1000)])
     assert decision.timer_s is None

@@ -26,11 +26,12 @@ def test_the_second_prompt_with_the_same_beginning_computes_only_the_rest() -> N
             req_id,
             arrival_s,
             num_prompt_tokens=4100,
-            max_tokens=1,
+            max_tokens=40,
             prefix_keys=document_keys("shared", 4000),
         )
         device.submit(arrival)
     device.run()
+    assert [len(device.token_times[r]) for r in range(2)] == [40, 40]
     assert [device.records[r].num_cached_tokens for r in range(2)] == [0, 4000]
     assert device.ttft_s(0) == pytest.approx(4.1)
     assert device.ttft_s(1) == pytest.approx(0.1)

@@ -8,9 +8,11 @@ import pytest
 
 from flowprefill.request import RequestStatus
 from flowprefill.scheduler.events import Cancel, Finished, PrefillParked
-from flowprefill.scheduler.scheduler import MAX_SKIPS
+from flowprefill.scheduler.scheduler import MAX_FITTING_TRIES, MAX_SKIPS
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.helpers import (
+    FixedRatePredictor,
+    document_keys,
     make_arrival,
     make_scheduler,
     pool_of,
@@ -96,6 +98,32 @@ def test_even_more_urgent_ones_do_not_start_before_an_overdue_request_but_may_pr
     # Once it has its blocks they rank before it again.
     overtaken = [r for r in range(2, 202) if device.token_times[r][0] < first_of_heavy]
     assert len(overtaken) > MAX_SKIPS
+
+
+def test_those_that_are_packed_count_as_starts() -> None:
+    predictor = FixedRatePredictor(saturation_tokens=300)
+    device = Device(make_scheduler("fcfs", num_blocks=60, max_num_seqs=30, predictor=predictor))
+    device.submit(make_arrival(0, num_prompt_tokens=200, max_tokens=300, ttft_slo_s=1.0))
+    device.submit(make_arrival(1, 0.1, num_prompt_tokens=800, max_tokens=16, ttft_slo_s=5.0))
+    for req_id in range(2, 32):
+        device.submit(make_arrival(req_id, 0.1, num_prompt_tokens=10, max_tokens=1))
+    device.run(until_s=1.0)
+    assert len(device.token_times) == 1 + MAX_SKIPS
+
+
+def test_after_some_that_do_not_fit_those_that_hold_blocks_go_on() -> None:
+    """Whether a prompt with keys fits is known only when it is tried; that bounds a decision."""
+    for num_heavy, first in ((MAX_FITTING_TRIES - 1, (99,)), (MAX_FITTING_TRIES, (0,))):
+        scheduler = make_scheduler("fcfs", num_blocks=20)
+        holder = make_arrival(0, 0.1, num_prompt_tokens=150, ttft_slo_s=1.0)
+        task = prefill_of(scheduler.decide(0.1, [holder]))
+        heavy = [
+            make_arrival(i, 0.01, num_prompt_tokens=200, prefix_keys=document_keys(f"d{i}", 200))
+            for i in range(1, 1 + num_heavy)
+        ]
+        light = make_arrival(99, 0.02, num_prompt_tokens=10)
+        decision = scheduler.decide(0.1, [PrefillParked(task.task_id, 0.1), *heavy, light])
+        assert prefill_of(decision).req_ids == first
 
 
 def test_a_cancelled_overdue_request_holds_nobody_up() -> None:
