@@ -7,6 +7,7 @@ token twice, room for every step, never idle with work, the most urgent holder n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flowprefill.request import RequestStatus
+from flowprefill.scheduler.ageing import PERIOD_S
 from flowprefill.scheduler.events import Cancel, Drain
 from flowprefill.scheduler.policy import POLICIES
 from flowprefill.scheduler.scheduler import SWITCH_COST_S
@@ -184,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, report_multiple_bugs=False
+    max_examples=120, stateful_step_count=40, deadline=None, report_multiple_bugs=False
 )
 
 
@@ -246,3 +248,47 @@ def test_urgent_prefills_never_delay_a_token_beyond_its_due_time_and_a_step(
     assert len(device.token_times[0]) == 20
     # Due time, a slice, the step itself.
     assert max(device.gaps(0)) <= tbt_slo_s + SLICE_S + 0.01 + 1e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    policy=policies,
+    share=st.sampled_from([0.05, 0.2]),
+    gaps_s=st.lists(st.floats(0.02, 0.15), min_size=1, max_size=4),
+    num_prompt_tokens=st.integers(1, 120),
+    ttft_slo_s=st.sampled_from([0.001, 0.1, 0.5, 5.0]),
+    rank=st.integers(0, 1),
+    saturation_tokens=st.sampled_from([0, 200]),
+)
+def test_whatever_streams_past_it_the_one_that_is_late_longest_gets_its_share(
+    policy: str,
+    share: float,
+    gaps_s: list[float],
+    num_prompt_tokens: int,
+    ttft_slo_s: float,
+    rank: int,
+    saturation_tokens: int,
+) -> None:
+    predictor = FixedRatePredictor(saturation_tokens=saturation_tokens)
+    device = Device(make_scheduler(policy, starvation_share=share, predictor=predictor))
+    late_s, duration_s = 0.1, 4.0
+    device.submit(make_arrival(0, num_prompt_tokens=3000, max_tokens=1, ttft_slo_s=late_s))
+    arrival_s = 0.11
+    for req_id, gap_s in enumerate(itertools.cycle(gaps_s), start=1):
+        arrival_s += gap_s
+        if arrival_s > late_s + duration_s:
+            break
+        device.submit(
+            make_arrival(
+                req_id,
+                arrival_s,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=1,
+                ttft_slo_s=ttft_slo_s,
+                rank=rank,
+            )
+        )
+    device.run(until_s=late_s + duration_s)
+    # Up to 2 x PERIOD_S before each stretch; only the time in which others run makes it owed.
+    owed_s = share * (duration_s - 2 * PERIOD_S) / (1 + share)
+    assert device.token_times[0] or device.prefill_s(0, from_s=late_s) >= 0.9 * owed_s

@@ -26,6 +26,10 @@ from flowprefill.simulator.simulator import RequestRecord, Simulator, _Work
 from tests.unit.scheduler.helpers import BLOCK_SIZE, FixedRatePredictor, SlicedTimeline
 
 
+MAX_DECISIONS = 100_000
+"""More than any scenario needs that comes to an end."""
+
+
 @dataclass(frozen=True)
 class Ran:
     """One stretch of device time."""
@@ -110,6 +114,7 @@ class Device(Simulator):
 
     def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
         self.decisions.append((self.now_s, decision))
+        assert len(self.decisions) < MAX_DECISIONS, "it comes to no end"
         state = (PrefillParked, DecodeStepDone)
         self.num_start_events += sum(not isinstance(event, state) for event in events)
         for event in events:
