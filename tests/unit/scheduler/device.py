@@ -25,7 +25,6 @@ from flowprefill.scheduler.scheduler import Scheduler
 from flowprefill.simulator.simulator import RequestRecord, Simulator, _Work
 from tests.unit.scheduler.helpers import BLOCK_SIZE, FixedRatePredictor, SlicedTimeline
 
-
 MAX_DECISIONS = 100_000
 """More than any scenario needs that comes to an end."""
 
