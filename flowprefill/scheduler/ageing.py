@@ -11,6 +11,7 @@ waits at most 2 x PERIOD_S for each stretch.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from flowprefill.scheduler.policy import slack_s
@@ -75,7 +76,7 @@ class StarvationGuard:
         if self._serves_late:
             return now_s + max(self._credit_s, min_s) if self._is_spending else None
         if self._late is None:
-            first = first_due([c for c in candidates if not self._runs(c)])
+            first = first_due(candidates, self._running_task)
             return first.deadline_s + PERIOD_S if first else None
         if self._credit_s >= 2 * self._stretch_s:
             return None  # there is no room for it, and only an event can change that
@@ -83,9 +84,21 @@ class StarvationGuard:
         return now_s + max((target_s - self._credit_s) / self._share, min_s)
 
 
-def first_due(candidates: Sequence[Tracked]) -> Tracked | None:
-    """The one that was or will be late first, if any can; candidates in the order of urgency."""
-    can_be_late = (c for c in candidates if c.deadline_s != math.inf)
-    if candidates and candidates[0].rank == candidates[-1].rank:  # then the deadlines ascend
-        return next(can_be_late, None)
-    return min(can_be_late, key=lambda c: c.deadline_s, default=None)
+def first_due(candidates: Sequence[Tracked], running_task: int | None = None) -> Tracked | None:
+    """The one that was or will be late first, if any can; candidates in the order of urgency.
+
+    running_task: its requests do not count
+    """
+    first: Tracked | None = None
+    start = 0
+    while start < len(candidates):  # for each rank; within it the deadlines ascend
+        end = bisect_right(candidates, -candidates[start].rank, lo=start, key=lambda c: -c.rank)
+        for i in range(start, end):
+            candidate = candidates[i]
+            runs = running_task is not None and candidate.task_id == running_task
+            if candidate.deadline_s < math.inf and not runs:
+                if first is None or candidate.deadline_s < first.deadline_s:
+                    first = candidate
+                break
+        start = end
+    return first

@@ -27,6 +27,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -131,7 +132,7 @@ def _highest_rank(group: Sequence[C]) -> Sequence[C]:
     rank = group[0].rank
     if group[-1].rank == rank:
         return group
-    return [c for c in group if c.rank == rank]
+    return group[: bisect_right(group, -rank, key=lambda c: -c.rank)]
 
 
 def _all(candidates: Sequence[C], now_s: float, stretch: float) -> Iterable[C]:
