@@ -189,14 +189,14 @@ def counts_table(counts: dict[str, DecisionCounts]) -> Table:
 
     table = Table(title="Decisions per request on the same simulated run")
     table.add_column("trace")
-    table.add_column("decides")
+    table.add_column("decides on")
     table.add_column("decisions", justify="right")
     table.add_column("ours are fewer by", justify="right")
     for trace, one in counts.items():
-        table.add_row(trace, "on events (ours)", f"{one.ours:.2f}")
-        others = {f"per step of {size}": n for size, n in one.per_step.items()}
-        others |= {f"per mixed step of {size}": n for size, n in one.mixed_steps.items()}
-        others |= {"at every boundary": one.every_boundary}
+        table.add_row(trace, "events: ours", f"{one.ours:.2f}")
+        others = {f"steps of {size}": n for size, n in one.per_step.items()}
+        others |= {f"mixed steps of {size}": n for size, n in one.mixed_steps.items()}
+        others |= {"every boundary": one.every_boundary}
         for name, number in others.items():
             table.add_row("", name, f"{number:.2f}", f"{1 - one.ours / number:.1%}")
         table.add_section()
