@@ -50,6 +50,16 @@ def test_class_and_tenant_reach_the_model(client: Client) -> None:
     assert client.generate(PROMPT, slo_class="chat", tenant="blue", max_tokens=2).text
 
 
+def test_document_seen_before_is_found_computed_and_its_answer_is_the_same(client: Client) -> None:
+    prompt = "A note to the reader. " + LONG_PROMPT[:4000]
+    cold = client.generate(prompt, max_tokens=12, sampling=UNBOUNDED)
+    before = client.engine_stats()["num_cached_tokens"]
+    warm = client.generate(prompt, max_tokens=12, sampling=UNBOUNDED)
+    assert warm.text == cold.text and len(warm.text) > 12
+    found = client.engine_stats()["num_cached_tokens"] - before
+    assert found >= 0.95 * cold.num_input_tokens > 800
+
+
 def test_unknown_model_is_a_server_error(server: TritonServer) -> None:
     with (
         Client(server.grpc_url, "no_such_model") as client,
