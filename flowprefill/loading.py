@@ -141,8 +141,8 @@ def profile_model(
 ) -> Profile:
     """Seconds of slices on the fresh model, whose KV cache nobody uses yet.
 
-    cache: None = the user's. A profile found there is taken, unless `refresh`; one that cannot be
-    kept there costs a stage of its own that says why.
+    cache: None = the user's. A profile found there is taken, unless `refresh`; one that is not kept
+    there costs a stage of its own that says why.
     """
     max_tokens = min(
         model.spec.max_position_embeddings, model.cache.num_blocks * model.cache.block_size
@@ -156,10 +156,9 @@ def profile_model(
         on_progress("profile from the cache", 1.0)
         return found
     profile = profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
-    try:
-        cache.store(key, profile)
-    except OSError as error:
-        on_progress(f"profile not kept for later loads in {cache.directory}: {error}", 1.0)
+    problem = cache.try_store(key, profile)
+    if problem:
+        on_progress(f"profile not kept for later loads: {problem}", 1.0)
     return profile
 
 

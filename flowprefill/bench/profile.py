@@ -80,6 +80,8 @@ def run(
     origin = "from the cache; took" if profile.is_cached else "took"
     console = Console()
     console.print(f"profile {origin} {profile.calibration_s:.1f} s")
+    if not profile.is_steady:
+        console.print("the machine was busy with something else: not kept in the cache")
     console.print(fit_table(profile, predictor))
     room = model.cache.num_blocks * model.cache.block_size
     limit = min(max_tokens, model.spec.max_position_embeddings - 1, room)
@@ -180,6 +182,7 @@ def summarise(
         "saturation_tokens": predictor.saturation_tokens,
         "calibration_s": round(profile.calibration_s, 2),
         "is_cached": profile.is_cached,
+        "is_steady": profile.is_steady,
         "speed_factor": round(predictor.speed_factor, 4),
         "num_prompts": len(measured),
         "num_tokens": sum(m.num_tokens for m in measured),

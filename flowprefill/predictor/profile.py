@@ -15,13 +15,16 @@ class Profile:
     """Seconds of slices of many shapes on one device, and whether the bit rule holds there."""
 
     samples: Sequence[tuple[Slice, float]]
-    """One slice of each shape and its seconds, typical of all that were timed."""
+    """One slice of each shape and its seconds, while the machine did nothing else."""
     choices: Sequence[tuple[int, float]]
     """Rows of logits, and the seconds that choosing their tokens took."""
     is_bit_invariant: bool
     """Chunked prefill and decode gave the bits of the whole prefill."""
     calibration_s: float
     """How long the passes took."""
+    is_steady: bool = True
+    """The same slices took about the same time again; if not, the machine was busy with something
+    else, and a later load should try once more."""
     is_cached: bool = False
     """Read from disk; the passes ran at an earlier load."""
 

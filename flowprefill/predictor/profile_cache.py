@@ -61,6 +61,16 @@ class ProfileCache:
             os.unlink(name)
             raise
 
+    def try_store(self, key: Key, profile: Profile) -> str | None:
+        """Keep the profile if it is worth it. Returns why not, if it was not kept."""
+        if not profile.is_steady:
+            return "the machine was busy with something else"
+        try:
+            self.store(key, profile)
+        except OSError as error:
+            return str(error)
+        return None
+
     def path(self, key: Key) -> Path:
         """The file of this key."""
         text = json.dumps(_complete(key), sort_keys=True)

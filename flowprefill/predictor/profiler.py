@@ -3,15 +3,15 @@
 A slice's time depends on its shape, so the passes are chosen for their shapes: prompts of growing
 length, short pieces late in a long context (whatever the cache holds there), decode steps. Longer
 passes are left after some layers, which are all alike; quick ones run to their ends once, for the
-logits. Everything runs in several rounds, so that a moment in which the machine was busy with
-something else falls on all shapes and not on one.
+logits. Everything runs in several rounds. Whatever else the machine does only adds to a time, so of
+each shape the quickest round counts; where rounds disagree too much the profile is not steady.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,14 +26,18 @@ from flowprefill.programs.program import Program, ProgramState, SequenceInput
 from flowprefill.programs.slices import Group, Slice, SliceLimits, Span
 
 ROUNDS = 3
-PASS_S = 0.04
+PASS_S = 0.05
 """A pass is left at the next start of a layer when it has run so long."""
 _SHORT_TOKENS = 64
 _FIRST_CONTEXT = 512
 _DECODE_BATCHES = (1, 4, 16)
+_STEADY = 1.4
+"""Slowest over quickest round, of half the shapes, up to which a profile is steady."""
 _PROBE_TOKENS = 200
 _PROBE_CHUNK = 96
 _TILE = Granularity("tile")
+_Shape = tuple[str, tuple[float, ...]]
+"""Kind and features."""
 
 
 class Profiler:
@@ -60,7 +64,7 @@ class Profiler:
         self._new_table = new_table
         self._choose = choose
         self._tokens = random.Random(0).choices(range(vocab_size), k=max(limits.tile_rows, 256))
-        self._times: dict[tuple[str, tuple[float, ...]], tuple[Slice, list[float]]] = {}
+        self._times: dict[_Shape, tuple[Slice, list[float]]] = {}
         self._choice_times: dict[int, list[float]] = {}
 
     def warm_up(self, max_tokens: int) -> None:
@@ -81,48 +85,63 @@ class Profiler:
             on_progress((i + 1) / (ROUNDS * len(passes) + 1))
         is_invariant = self._probe(min(_PROBE_TOKENS, max_tokens - 1))
         on_progress(1.0)
-        samples = [(piece, typical(times)) for piece, times in self._times.values()]
-        choices = [(rows, typical(times)) for rows, times in sorted(self._choice_times.items())]
-        return Profile(samples, choices, is_invariant, self._clock.now_s() - start_s)
+        samples = [(piece, min(times)) for piece, times in self._times.values()]
+        choices = [(rows, min(times)) for rows, times in sorted(self._choice_times.items())]
+        spreads = [max(times) / min(times) for _, times in self._times.values() if min(times) > 0]
+        is_steady = not spreads or statistics.median(spreads) <= _STEADY
+        calibration_s = self._clock.now_s() - start_s
+        return Profile(samples, choices, is_invariant, calibration_s, is_steady)
 
     def _time_prefill(self, span: Span, is_first_round: bool) -> None:
         """Matrix products of few rows behind long attention find no weights in the caches and are
         not typical: of a ragged piece late in a context only what depends on the context counts."""
         to_end = is_first_round and span.end - span.start <= (1 if span.start else _SHORT_TOKENS)
-        for piece, seconds in self._timed_slices(self._prefill(span), to_end):
-            is_product = piece.group in (Group.QKV, Group.MLP)
-            if span.start == 0 or not is_product or piece.num_rows >= self._limits.tile_rows:
-                self._note(piece, seconds)
+        timed = self._run_layers(self._prefill(span), to_end)
+        if span.start:
+            rows = self._limits.tile_rows
+            products = (Group.QKV, Group.MLP)
+            timed = [(p, s) for p, s in timed if p.group not in products or p.num_rows >= rows]
+        self._note(timed)
 
     def _time_decode(self, contexts: Sequence[int], is_first_round: bool) -> None:
         state = self._decode(contexts)
         to_end = is_first_round and contexts[0] <= _SHORT_TOKENS
-        for piece, seconds in self._timed_slices(state, to_end):
-            self._note(piece, seconds)
+        self._note(self._run_layers(state, to_end))
         if state.is_done:
             started_s = self._clock.now_s()
             self._choose(state.logits)
             seconds = self._clock.now_s() - started_s
             self._choice_times.setdefault(len(contexts), []).append(seconds)
 
-    def _timed_slices(self, state: ProgramState, to_end: bool) -> Iterator[tuple[Slice, float]]:
-        """Run a pass to its end, or leave it after some layers."""
+    def _run_layers(self, state: ProgramState, to_end: bool) -> list[tuple[Slice, float]]:
+        """Run a pass to its end, or leave it after some layers. Returns its slices, timed."""
+        timed: list[tuple[Slice, float]] = []
         left_s = PASS_S
         while not state.is_done:
             piece = state.next_slice
             is_new_layer = piece.group is Group.QKV and piece.start == 0
             if is_new_layer and left_s < 0 and not to_end:
-                return
+                break
             started_s = self._clock.now_s()
             self._run(state.run_slice)
             seconds = self._clock.now_s() - started_s
             left_s -= seconds
-            yield piece, seconds
+            timed.append((piece, seconds))
+        return timed
 
-    def _note(self, piece: Slice, seconds: float) -> None:
-        shape = slice_kind(piece), slice_features(piece)
-        example = replace(piece, is_boundary=False)  # where a task may be left costs nothing
-        self._times.setdefault(shape, (example, []))[1].append(seconds)
+    def _note(self, timed: Sequence[tuple[Slice, float]]) -> None:
+        """Take in one pass. The first slice of each shape pays for what is cold, unlike the others
+        of a prefill; it counts only where it is the only one."""
+        by_shape: dict[_Shape, list[tuple[Slice, float]]] = {}
+        for piece, seconds in timed:
+            shape = slice_kind(piece), slice_features(piece)
+            by_shape.setdefault(shape, []).append((piece, seconds))
+        for shape, found in by_shape.items():
+            usual = found[1:] or found
+            # where a task may be left is no part of the shape
+            piece = replace(usual[0][0], is_boundary=False)
+            seconds = statistics.median(s for _, s in usual)
+            self._times.setdefault(shape, (piece, []))[1].append(seconds)
 
     def _probe(self, length: int) -> bool:
         """Whether the last row has the same bits in one pass, in chunks, and as a decode row."""
@@ -168,15 +187,9 @@ def prefill_spans(limits: SliceLimits, max_tokens: int) -> list[Span]:
 def decode_batches(max_tokens: int) -> list[list[int]]:
     """Cached tokens of each sequence, of the decode steps that are timed."""
     longest = max_tokens - 1
-    contexts = {n: (_SHORT_TOKENS, _FIRST_CONTEXT, longest // n) for n in _DECODE_BATCHES}
+    contexts = {n: (_SHORT_TOKENS, longest // n) for n in _DECODE_BATCHES}
     shapes = [(max(1, min(c, longest)), n) for n in _DECODE_BATCHES for c in contexts[n]]
     return [[context] * n for context, n in dict.fromkeys(shapes)]
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The mean of the middle half: deaf to moments in which another process had the core."""
-    quarter = len(seconds) // 4
-    return statistics.fmean(sorted(seconds)[quarter : len(seconds) - quarter])
 
 
 def _powers_of_two(first: int, end: int) -> list[int]:

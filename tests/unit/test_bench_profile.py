@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ def model_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "model.json"
 
 
+@pytest.fixture(autouse=True)
+def any_machine_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the one is that the tests run on."""
+    monkeypatch.setattr("flowprefill.predictor.profiler._STEADY", math.inf)
+
+
 def run(model_json: Path, *arguments: str) -> tuple[Result, dict[str, Any]]:
     command = ["profile", "--model-json", str(model_json), *arguments]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
@@ -42,6 +49,7 @@ def test_it_shows_the_fit_and_ends_with_the_figures(model_json: Path, tmp_path: 
     for kind in TRUTH:
         assert kind in result.stdout
     assert figures["num_prompts"] == 5 and figures["is_cached"] is False
+    assert figures["is_steady"] is True
     assert figures["calibration_s"] > 0 and figures["saturation_tokens"] % 64 == 0
     assert figures["prefill_mdape"] >= 0 and figures["prefill_p90_ape"] >= figures["prefill_mdape"]
     assert figures["run"]["seed"] == 3 and figures["run"]["max_tokens"] == 200

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowprefill.granularity import Granularity
@@ -53,6 +53,7 @@ class TestFit:
         for piece in all_shapes():
             assert predictor.slice_s(piece) == pytest.approx(true_s(piece), rel=0.1), piece
 
+    @settings(deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 500), st.integers(1, 5000), st.floats(0, 10)), min_size=1)
     )
@@ -109,6 +110,7 @@ PROMPTS = st.tuples(st.integers(1, 3000), st.integers(0, 2999)).filter(lambda p:
 
 
 class TestPrefills:
+    @settings(deadline=None)
     @given(st.lists(PROMPTS, min_size=1, max_size=6), LIMITS_DRAWN, st.integers(1, 5))
     def test_a_pass_takes_the_sum_of_its_slices(
         self, prompts: list[tuple[int, int]], limits: SliceLimits, num_layers: int
@@ -121,6 +123,7 @@ class TestPrefills:
             alone = plan_s([span], limits, num_layers)
             assert predictor.prefill_s(tokens, cached) == pytest.approx(alone, rel=1e-9)
 
+    @settings(deadline=None)
     @given(PROMPTS, st.sampled_from([1, 7, 64, 100, 512, 5000]), LIMITS_DRAWN)
     def test_chunks_take_the_sum_of_their_passes(
         self, prompt: tuple[int, int], size: int, limits: SliceLimits
@@ -159,11 +162,13 @@ class TestPrefills:
         passes.prefill_pass_s([Span(1, 131_071)], is_final=True)
         assert 0 < len(asked) < 12
 
+    @settings(deadline=None)
     @given(st.integers(1, 3000), st.integers(1, 3000))
     def test_longer_prompts_take_longer(self, length: int, more: int) -> None:
         predictor = make_predictor()
         assert predictor.prefill_s(length) < predictor.prefill_s(length + more)
 
+    @settings(deadline=None)
     @given(st.integers(2, 3000), st.data())
     def test_cached_tokens_shorten_a_prefill(self, length: int, data: st.DataObject) -> None:
         predictor = make_predictor()
@@ -180,6 +185,7 @@ class TestPrefills:
 
 
 class TestDecode:
+    @settings(deadline=None)
     @given(st.integers(1, 40), st.integers(0, 5000), LIMITS_DRAWN)
     def test_a_step_takes_the_sum_of_its_slices_and_the_choice_of_tokens(
         self, num_seqs: int, num_keys: int, limits: SliceLimits

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowprefill.predictor import profile_cache
@@ -107,6 +108,7 @@ JUNK = st.one_of(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_value_that_cannot_be_makes_the_file_no_profile(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -144,6 +146,20 @@ def test_a_folder_in_the_file_s_place_is_ignored(cache: ProfileCache) -> None:
     with pytest.raises(OSError):
         cache.store(KEY, PROFILE)
     assert [p for p in cache.directory.iterdir() if p.suffix == ".tmp"] == []
+
+
+def test_trying_to_keep_it_says_what_prevents_that(cache: ProfileCache, tmp_path: Path) -> None:
+    assert cache.try_store(KEY, PROFILE) is None
+    assert cache.load(KEY) is not None
+    (tmp_path / "file").write_text("")
+    problem = ProfileCache(tmp_path / "file" / "profiles").try_store(KEY, PROFILE)
+    assert problem is not None and str(tmp_path / "file") in problem
+
+
+def test_a_profile_that_is_not_steady_is_not_kept(cache: ProfileCache) -> None:
+    problem = cache.try_store(KEY, dataclasses.replace(PROFILE, is_steady=False))
+    assert problem == "the machine was busy with something else"
+    assert cache.load(KEY) is None
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

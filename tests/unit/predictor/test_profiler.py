@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ from flowprefill.predictor.profiler import (
     Profiler,
     decode_batches,
     prefill_spans,
-    typical,
 )
 from flowprefill.programs.program import Program, ProgramState, SequenceInput
-from flowprefill.programs.slices import Slice, SliceLimits
+from flowprefill.programs.slices import Group, Slice, SliceLimits
 from tests.factories import write_tiny_model
 from tests.unit.programs.runs import load_quietly
 
@@ -55,6 +55,8 @@ class Run:
         self.pieces: list[Slice] = []
         self.progress: list[float] = []
         self.num_choices = 0
+        self.is_new_pass = True
+        self._state: object = None
         self._model = model
         self._seconds = seconds
         self.profiler = Profiler(
@@ -72,6 +74,8 @@ class Run:
 
     def _run(self, run_slice: Callable[[], bool]) -> bool:
         state = run_slice.__self__  # type: ignore[attr-defined]
+        self.is_new_pass = state is not self._state
+        self._state = state
         self.pieces.append(state.next_slice)
         self.clock.advance_to(self.clock.now_s() + self._seconds(state.next_slice))
         return run_slice()
@@ -147,11 +151,45 @@ def test_a_slow_device_runs_one_layer_of_most_passes(tmp_path: Path) -> None:
     assert all(len(features) == 2 for features in missed), "more than ends of long passes"
 
 
-def test_a_typical_time_is_that_of_the_middle_half() -> None:
-    assert typical([3.0]) == 3.0
-    assert typical([1.0, 2.0]) == 1.5
-    assert typical([9.0, 1.0, 2.0, 3.0]) == 2.5
-    assert typical([0.0, 2.0, 2.0, 4.0, 4.0, 900.0]) == 3.0
+def test_of_several_rounds_the_quickest_counts(directory: Path) -> None:
+    """One that runs while another process has the core does not show."""
+    run = Run(load_quietly(directory, limits=LIMITS))
+    busy_s = run.profile(512).calibration_s / ROUNDS  # about that of one round
+
+    def seconds(piece: Slice) -> float:
+        return 1e-4 if run.clock.now_s() > busy_s else 2e-4
+
+    run = Run(load_quietly(directory, limits=LIMITS), seconds=seconds)
+    profile = run.profile(512)
+    repeated = [s for p, s in profile.samples if p.group is not Group.HEAD]
+    assert repeated.count(pytest.approx(1e-4)) > 0.9 * len(repeated)
+
+
+def test_the_first_slice_of_a_shape_in_a_pass_is_left_out(directory: Path) -> None:
+    seen: set[tuple[str, tuple[float, ...]]] = set()
+
+    def seconds(piece: Slice) -> float:
+        shape = slice_kind(piece), slice_features(piece)
+        if piece.group is Group.QKV and piece.start == 0 and run.is_new_pass:
+            seen.clear()
+        is_first = shape not in seen
+        seen.add(shape)
+        return 3e-4 if is_first else 1e-4  # what is cold
+
+    run = Run(load_quietly(directory, limits=LIMITS), seconds=seconds)
+    layers = {"qkv", "attention", "decode_attention", "mlp"}
+    for piece, found in run.profile(512).samples:
+        if slice_kind(piece) in layers:
+            assert found == pytest.approx(1e-4), piece
+
+
+def test_rounds_that_agree_make_a_steady_profile(directory: Path) -> None:
+    model = load_quietly(directory, limits=LIMITS)
+    assert Run(model).profile(512).is_steady
+    draw = random.Random(0)
+    assert Run(model, seconds=lambda piece: draw.uniform(9e-5, 11e-5)).profile(512).is_steady
+    busy = Run(model, seconds=lambda piece: draw.choice([1e-4, 3e-4])).profile(512)
+    assert not busy.is_steady
 
 
 def test_progress_rises_to_one(directory: Path) -> None:

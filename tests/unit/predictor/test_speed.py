@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowprefill.clock import VirtualClock
@@ -118,6 +118,7 @@ def test_the_profile_is_believed_until_there_is_a_majority() -> None:
     assert factor.value == 3.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e3)), max_size=40))
 def test_it_stays_bounded(stretches: list[tuple[float, float]]) -> None:
     factor = SpeedFactor()
