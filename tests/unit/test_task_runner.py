@@ -166,7 +166,8 @@ def test_prefill_runs_to_its_token(bench: Bench) -> None:
 
 
 def test_prefill_that_ends_its_request_says_what_its_blocks_hold(bench: Bench) -> None:
-    request = bench.arrive(1, prompt_len=33, max_tokens=1)
+    """Its 48 tokens fill three blocks, but the last one's K and V were never written."""
+    request = bench.arrive(1, prompt_len=47, max_tokens=1)
     keys = prefix_keys(request.prompt_token_ids, BLOCK)
     assert bench.prefill(1) == [PrefillDone(1), Finished(1, keys)]
     assert len(keys) == 2
