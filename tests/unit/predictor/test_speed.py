@@ -109,6 +109,26 @@ def test_when_all_stretches_are_short_they_count() -> None:
     assert factor.value == pytest.approx(3.0)
 
 
+def test_seven_stretches_of_equal_length_turn_it() -> None:
+    factor = SpeedFactor()
+    for _ in range(WINDOW):
+        factor.observe(1.0, 1.0)
+    values = []
+    for _ in range(8):
+        factor.observe(2.0, 1.0)
+        values.append(factor.value)
+    assert values == [1.0] * 6 + [2.0] * 2
+
+
+def test_after_a_whole_window_nothing_is_left_of_longer_stretches() -> None:
+    factor = SpeedFactor()
+    for _ in range(WINDOW):
+        factor.observe(3e9, 1e9)
+    for _ in range(WINDOW):
+        factor.observe(1e-3, 1e-3)
+    assert factor.value == 1.0
+
+
 def test_the_profile_is_believed_until_there_is_a_majority() -> None:
     factor = SpeedFactor()
     factor.observe(3.0, 1.0)
