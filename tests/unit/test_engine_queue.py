@@ -219,7 +219,7 @@ def test_infeasible_request_is_rejected_with_the_numbers_while_others_run(model:
 
 
 def test_infeasible_request_is_demoted_by_default(model: Path) -> None:
-    with running(model) as h:
+    with running(model, starvation_share=0.0) as h:
         h.at_slice(2, lambda: h.submit(with_slo(urgent(2, 300), ttft_s=1e-6), patient(3, 300)))
         h.submit(patient(1))
         h.play()
@@ -229,8 +229,10 @@ def test_infeasible_request_is_demoted_by_default(model: Path) -> None:
 
 def test_evicted_prefill_that_became_infeasible_is_rejected(model: Path) -> None:
     late = with_slo(patient(1, 200), ttft_s=0.001)
-    config = {"on_infeasible": "reject", "kv_cache_memory_bytes": kv_bytes(256, NUM_LAYERS)}
-    with running(model, **config) as h:
+    memory = kv_bytes(256, NUM_LAYERS)
+    # not served for being late either
+    config = {"on_infeasible": "reject", "starvation_share": 0.0}
+    with running(model, kv_cache_memory_bytes=memory, **config) as h:
         h.at_slice(2, lambda: h.submit(with_slo(patient(2, 200), rank=1)))
         h.submit(late, age_s=1.0)
         h.play()
