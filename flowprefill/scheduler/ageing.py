@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from flowprefill.scheduler.policy import slack_s
 from flowprefill.scheduler.tracked import Tracked
 
-PERIOD_S = 1.0
+PERIOD_S = 2.0
 
 
 class StarvationGuard:

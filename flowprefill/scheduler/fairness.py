@@ -10,7 +10,7 @@ of the one served least.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from flowprefill.scheduler.tracked import Tracked
 
@@ -70,9 +70,9 @@ class FairShare:
 
     def within_share(self, candidates: Sequence[Tracked]) -> Sequence[Tracked]:
         """The candidates of tenants that are not ahead of the others; not empty."""
-        limit = QUANTUM_TOKENS + min(self._served[t] for t in _tenants(candidates))
-        return [c for c in candidates if self._served[c.tenant] <= limit]
-
-
-def _tenants(candidates: Iterable[Tracked]) -> set[str]:
-    return {c.tenant for c in candidates}
+        live = [self._served[tenant] for tenant in self._num_live]
+        if max(live) <= QUANTUM_TOKENS + min(live):  # most of the time: spares a look at them all
+            return candidates
+        limit = QUANTUM_TOKENS + min(self._served[t] for t in {c.tenant for c in candidates})
+        ahead = {tenant for tenant in self._num_live if self._served[tenant] > limit}
+        return [c for c in candidates if c.tenant not in ahead] if ahead else candidates

@@ -85,8 +85,6 @@ class KVMemory:
         """
         evicted: list[Tracked] = []
         short = [s for s in sequences if self.num_steps(s) < 1]
-        if not short:
-            return evicted
         for sequence in sorted(short, key=lambda s: s.urgency):
             if not sequence.block_ids:  # evicted for a more urgent one
                 continue
@@ -99,7 +97,9 @@ class KVMemory:
                     break
             else:
                 sequence.block_ids += new
-        self._look_ahead([s for s in sequences if s.block_ids])
+        # All at once, and before the first of them is at its end: steps then go on undisturbed.
+        if any(self.num_steps(s) < LOOKAHEAD_TOKENS // 2 for s in sequences):
+            self._look_ahead([s for s in sequences if s.block_ids])
         return evicted
 
     def num_steps(self, sequence: Tracked) -> int:
@@ -172,7 +172,7 @@ class KVMemory:
             end = sequence.num_context_tokens + LOOKAHEAD_TOKENS
             tokens = min(end, sequence.num_total_tokens)
             wanted.append(max(0, self._pool.blocks_for(tokens) - len(sequence.block_ids)))
-        if sum(wanted) > self._pool.num_free // 2:
+        if sum(wanted) > self._pool.num_free // 8:
             return
         for sequence, num_blocks in zip(sequences, wanted, strict=True):
             new = self._pool.allocate(num_blocks)

@@ -34,7 +34,7 @@ class Tracked:
     num_total_tokens: int
     """Prompt + max_tokens."""
     prefix_keys: tuple[Hashable, ...]
-    remaining_s: float
+    remaining_s: float = 0.0
     """Predicted device time to the next token of its prefill, as of the last boundary."""
     status: RequestStatus = RequestStatus.WAITING
     task_id: int | None = None
@@ -56,8 +56,8 @@ class Tracked:
     """Tokens that its tenant was charged for."""
 
     @staticmethod
-    def of(arrival: Arrival, prefill_s: float) -> Tracked:
-        """A request that waits for its first prefill, which will take prefill_s."""
+    def of(arrival: Arrival) -> Tracked:
+        """A request that waits for its first prefill."""
         deadline_s = arrival.arrival_s + arrival.ttft_slo_s
         return Tracked(
             req_id=arrival.req_id,
@@ -71,7 +71,6 @@ class Tracked:
             num_input_tokens=arrival.num_prompt_tokens,
             num_total_tokens=arrival.num_prompt_tokens + arrival.max_tokens,
             prefix_keys=arrival.prefix_keys,
-            remaining_s=prefill_s,
         )
 
     @property

@@ -107,7 +107,7 @@ def document_keys(name: str, num_tokens: int) -> tuple[tuple[str, int], ...]:
 
 
 def pool_of(scheduler: Scheduler) -> BlockPool:
-    return scheduler._memory._pool
+    return scheduler._roster.memory._pool
 
 
 def prefill_of(decision: Decision) -> PrefillTask:

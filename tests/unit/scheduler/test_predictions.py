@@ -43,7 +43,7 @@ def test_a_parked_prefill_is_predicted_anew() -> None:
     waiting = make_arrival(2, 0.1, ttft_slo_s=60)
     other = scheduler.decide(0.2, [waiting, Timer()])
     assert prefill_of(other).req_ids == (1,)
-    assert scheduler._requests[0].remaining_s == pytest.approx(0.4)
+    assert scheduler._roster.requests[0].remaining_s == pytest.approx(0.4)
 
 
 def test_what_is_reported_or_arrives_with_the_change_is_not_scaled_a_second_time() -> None:
@@ -54,14 +54,14 @@ def test_what_is_reported_or_arrives_with_the_change_is_not_scaled_a_second_time
     newcomer = make_arrival(2, 0.1, num_prompt_tokens=100, ttft_slo_s=90)
     decision = scheduler.decide(0.1, [PrefillParked(task.task_id, 1.8), newcomer])
     assert decision.timer_s == pytest.approx(0.1 + 1.25 * 1.8)
-    assert scheduler._requests[1].remaining_s == pytest.approx(0.2)
-    assert scheduler._requests[2].remaining_s == pytest.approx(0.2)
+    assert scheduler._roster.requests[1].remaining_s == pytest.approx(0.2)
+    assert scheduler._roster.requests[2].remaining_s == pytest.approx(0.2)
 
 
 def test_small_changes_add_up_and_are_followed_from_a_threshold_on() -> None:
     scheduler, predictor = make_watched("edf")
     scheduler.decide(0.0, [make_arrival(0, num_prompt_tokens=1000), make_arrival(1, ttft_slo_s=60)])
-    waiting = scheduler._requests[1]
+    waiting = scheduler._roster.requests[1]
     predictor.speed_factor = 1 + 0.7 * RESCALE_FROM
     scheduler.decide(0.1, [Timer()])
     assert waiting.remaining_s == pytest.approx(0.1)
