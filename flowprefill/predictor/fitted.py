@@ -102,9 +102,9 @@ class FittedPredictor:
         return self.speed_factor * self._passes.prefill_pass_s([span], is_final=True)
 
     def packed_prefill_s(self, prompts: Sequence[tuple[int, int]]) -> float:
-        """At granularity `chunk` nothing is packed: the prompts one after the other."""
-        if self._granularity.kind == "chunk":
-            return sum(self.prefill_s(*prompt) for prompt in prompts)
+        """Several prompts are one pass at any granularity."""
+        if len(prompts) == 1:
+            return self.prefill_s(*prompts[0])
         spans = [Span(num_cached, num_tokens) for num_tokens, num_cached in prompts]
         return self.speed_factor * self._passes.prefill_pass_s(spans, is_final=True)
 

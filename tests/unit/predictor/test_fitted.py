@@ -134,8 +134,9 @@ class TestPrefills:
         expected = sum(plan_s([span], limits, NUM_LAYERS, is_final=False) for span in before)
         expected += plan_s([last], limits, NUM_LAYERS)
         assert predictor.prefill_s(tokens, cached) == pytest.approx(expected, rel=1e-9)
-        twice = predictor.packed_prefill_s([prompt, prompt])
-        assert twice == pytest.approx(2 * expected, rel=1e-9)
+        assert predictor.packed_prefill_s([prompt]) == predictor.prefill_s(tokens, cached)
+        both = plan_s([Span(cached, tokens)] * 2, limits, NUM_LAYERS)  # packed, nothing is cut
+        assert predictor.packed_prefill_s([prompt, prompt]) == pytest.approx(both, rel=1e-9)
 
     @pytest.mark.parametrize("granularity", ["whole", "layer", "op"])
     def test_only_chunks_run_other_slices(self, granularity: str) -> None:
