@@ -30,7 +30,7 @@ from flowprefill.kv.block_pool import BlockPool
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.loading import OnProgress, load_model, profile_model
 from flowprefill.passes import Passes
-from flowprefill.predictor.fitted import FittedPredictor, fit
+from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.request import Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import Arrival, Cancel, Decision, Drain, Event, Timer
@@ -94,9 +94,12 @@ class Engine:
         self._clock = MonotonicClock()
         self._model = model = load_model(config, report)
         profile = profile_model(model, self._clock, report)
-        self._predictor = FittedPredictor(
-            fit(profile.samples), model.spec.num_layers, model.program.limits
+        granularity = Granularity.parse(config.granularity)
+        self._predictor = FittedPredictor.from_profile(
+            profile, model.spec.num_layers, model.program.limits, granularity
         )
+        # Sums that predictions share are built here, not in the first long request.
+        self._predictor.prefill_s(model.spec.max_position_embeddings)
         self._pool = BlockPool(model.cache.num_blocks, config.block_size)
         self._scheduler = Scheduler(
             POLICIES[config.policy],

@@ -110,7 +110,10 @@ class TaskRunner:
         return report
 
     def _park(self, task: PrefillTask, prefill: Pass) -> PrefillParked:
-        return PrefillParked(task.task_id, prefill.state.remaining_s(self.predictor.slice_s))
+        predictor = self.predictor
+        # profiled_s never changes, so the state need not add up its plan again
+        remaining_s = predictor.speed_factor * prefill.state.remaining_s(predictor.profiled_s)
+        return PrefillParked(task.task_id, remaining_s)
 
     def _interrupts(self, task: PrefillTask) -> bool:
         """Whether its start takes the device from a pass in progress."""
