@@ -271,7 +271,7 @@ def test_whatever_streams_past_it_the_one_that_is_late_longest_gets_its_share(
 ) -> None:
     predictor = FixedRatePredictor(saturation_tokens=saturation_tokens)
     device = Device(make_scheduler(policy, starvation_share=share, predictor=predictor))
-    late_s, duration_s = 0.1, 4.0
+    late_s, duration_s = 0.1, 4 * PERIOD_S
     device.submit(make_arrival(0, num_prompt_tokens=3000, max_tokens=1, ttft_slo_s=late_s))
     arrival_s = 0.11
     for req_id, gap_s in enumerate(itertools.cycle(gaps_s), start=1):

@@ -63,7 +63,7 @@ def test_at_most_max_num_seqs_are_packed() -> None:
 
 def test_without_room_for_its_blocks_nobody_joins_and_nobody_loses_blocks_for_it() -> None:
     scheduler = make_packing(num_blocks=12)
-    run_prefill(scheduler, make_arrival(9, num_prompt_tokens=10, ttft_slo_s=60))
+    run_prefill(scheduler, make_arrival(9, num_prompt_tokens=10, max_tokens=6, ttft_slo_s=60))
     decision = scheduler.decide(0.0, shorts(9))  # 4 blocks each, 11 are free
     assert prefill_of(decision).req_ids == (0, 1)
     assert decision.evicted == ()

@@ -11,6 +11,7 @@ from flowprefill.scheduler.events import (
     PrefillDone,
     PrefillParked,
 )
+from flowprefill.scheduler.memory import LOOKAHEAD_TOKENS
 from flowprefill.scheduler.scheduler import Scheduler
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.helpers import (
@@ -56,8 +57,20 @@ def test_steps_with_unchanged_membership_need_no_decision_but_for_blocks() -> No
     device.run()
     assert len(device.token_times[0]) == 100
     assert max(device.gaps(0)) == pytest.approx(STEP_S)
-    # Arrival, first token, end; and blocks for 64 tokens at a time: at 112 and at 176.
-    assert device.scheduler.num_decisions == 5
+    # Arrival, first token, end; and blocks for 64 tokens at a time: with the first, and at 176.
+    assert device.scheduler.num_decisions == 4
+
+
+def test_sequences_that_joined_at_different_times_take_their_blocks_in_the_same_decisions() -> None:
+    num_each = 4 * LOOKAHEAD_TOKENS
+    device = Device(make_scheduler())
+    for req_id in range(2):  # the second one joins halfway to the end of the first one's blocks
+        arrival_s = req_id * STEP_S * LOOKAHEAD_TOKENS / 2
+        device.submit(make_arrival(req_id, arrival_s, num_prompt_tokens=10, max_tokens=num_each))
+    device.run()
+    num_steps = sum(ran.is_step for ran in device.log)
+    num_for_events = 2 * 3  # arrival, first token, end
+    assert device.scheduler.num_decisions <= num_for_events + num_steps / LOOKAHEAD_TOKENS
 
 
 def test_beside_a_prefill_a_step_is_released_one_step_and_one_slice_before_its_token_is_due() -> (
@@ -130,9 +143,9 @@ def test_steps_run_no_earlier_than_needed_during_a_long_prefill() -> None:
 
 
 def test_max_steps_is_the_room_in_the_blocks() -> None:
-    scheduler = make_scheduler()
-    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=10, max_tokens=200))
-    assert steps_beside(scheduler).max_steps == 16 - 10
+    scheduler = make_scheduler(num_blocks=8)  # too few to take any ahead
+    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=10, max_tokens=100))
+    assert steps_beside(scheduler, num_prompt_tokens=50).max_steps == 16 - 10
 
 
 def test_an_urgent_prefill_that_would_miss_its_deadline_goes_before_the_step() -> None:

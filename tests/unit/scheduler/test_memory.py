@@ -47,16 +47,34 @@ def run_steps(scheduler: Scheduler, *req_ids: int, num_steps: int, now_s: float 
 # ---- growth -------------------------------------------------------------------------------------
 
 
-def test_a_decoding_sequence_grows_when_its_blocks_are_full() -> None:
+def test_a_decoding_sequence_takes_blocks_ahead_before_its_own_are_full() -> None:
     scheduler = make_scheduler()
-    start_decoding(scheduler, [0], num_prompt_tokens=30, max_tokens=500)
-    assert len(scheduler.block_ids(0)) == 2
+    start_decoding(scheduler, [0], num_prompt_tokens=32, max_tokens=500)
     first = list(scheduler.block_ids(0))
-    assert scheduler.decide(0.0, []).max_steps == 2
-    decision = run_steps(scheduler, 0, num_steps=2)
-    assert scheduler.block_ids(0)[:2] == first
-    assert len(scheduler.block_ids(0)) == 2 + LOOKAHEAD_TOKENS // BLOCK_SIZE
-    assert decision.max_steps == LOOKAHEAD_TOKENS
+    assert len(first) == 2 + LOOKAHEAD_TOKENS // BLOCK_SIZE
+    assert scheduler.decide(0.0, []).max_steps == LOOKAHEAD_TOKENS
+    half = LOOKAHEAD_TOKENS // 2
+    assert run_steps(scheduler, 0, num_steps=half).max_steps == half, "it still has enough"
+    assert scheduler.block_ids(0) == first
+    assert run_steps(scheduler, 0, num_steps=1).max_steps >= LOOKAHEAD_TOKENS
+    assert scheduler.block_ids(0)[: len(first)] == first
+
+
+def test_all_take_blocks_ahead_when_the_first_of_them_needs_some() -> None:
+    scheduler = make_scheduler()
+    start_decoding(scheduler, [0], num_prompt_tokens=32, max_tokens=500)
+    run_steps(scheduler, 0, num_steps=LOOKAHEAD_TOKENS // 4)  # alone it would have enough
+    start_decoding(scheduler, [1], num_prompt_tokens=20, max_tokens=500)
+    assert scheduler.decide(1.0, []).max_steps >= LOOKAHEAD_TOKENS
+
+
+@pytest.mark.parametrize(("num_free", "num_taken"), [(31, 0), (32, 4)])
+def test_blocks_are_taken_ahead_up_to_an_eighth_of_those_free(
+    num_free: int, num_taken: int
+) -> None:
+    scheduler = make_scheduler(num_blocks=2 + num_free)
+    start_decoding(scheduler, [0], num_prompt_tokens=24, max_tokens=500)
+    assert len(scheduler.block_ids(0)) == 2 + num_taken
 
 
 def test_it_takes_no_more_blocks_than_its_last_token_needs() -> None:
@@ -66,18 +84,22 @@ def test_it_takes_no_more_blocks_than_its_last_token_needs() -> None:
     assert len(scheduler.block_ids(0)) == 4  # 52 tokens
 
 
-def test_where_blocks_are_scarce_it_takes_one_at_a_time() -> None:
+def test_where_blocks_are_scarce_it_takes_one_when_its_own_are_full() -> None:
     scheduler = make_scheduler(num_blocks=8)
-    start_decoding(scheduler, [0], num_prompt_tokens=32, max_tokens=90)
-    decision = scheduler.decide(0.0, [])
-    assert len(scheduler.block_ids(0)) == 3  # 5 are free: 3 more would be over half of them
+    start_decoding(scheduler, [0], num_prompt_tokens=30, max_tokens=90)
+    assert scheduler.decide(0.0, []).max_steps == 2
+    first = list(scheduler.block_ids(0))
+    assert len(first) == 2
+    decision = run_steps(scheduler, 0, num_steps=2)
+    assert scheduler.block_ids(0)[:2] == first
+    assert len(scheduler.block_ids(0)) == 3
     assert decision.max_steps == BLOCK_SIZE
 
 
 def test_a_step_runs_only_as_often_as_all_its_sequences_have_room() -> None:
-    scheduler = make_scheduler()
-    start_decoding(scheduler, [0], num_prompt_tokens=30)
-    start_decoding(scheduler, [1], num_prompt_tokens=25)
+    scheduler = make_scheduler(num_blocks=10)  # too few to take any ahead
+    start_decoding(scheduler, [0], num_prompt_tokens=25)
+    start_decoding(scheduler, [1], num_prompt_tokens=30)
     assert scheduler.decide(0.0, []).max_steps == 2
 
 
@@ -174,12 +196,16 @@ def test_a_higher_rank_takes_blocks_from_a_lower_one_with_an_earlier_deadline() 
 
 
 def start_two_that_share(scheduler: Scheduler) -> None:
-    """Requests 0 and 1 decode with 10 shared blocks, and one each of their own."""
+    """Requests 0 and 1 decode with 10 shared blocks, and one each of their own that lasts."""
     keys = document_keys("d", 160)
     run_whole(scheduler, make_arrival(8, num_prompt_tokens=165, max_tokens=1, prefix_keys=keys))
     for req_id in (0, 1):
         arrival = make_arrival(
-            req_id, ttft_slo_s=10.0 + req_id, num_prompt_tokens=165, prefix_keys=keys
+            req_id,
+            ttft_slo_s=10.0 + req_id,
+            num_prompt_tokens=165,
+            max_tokens=10,
+            prefix_keys=keys,
         )
         run_prefill(scheduler, arrival)
     assert pool_of(scheduler).num_used == 12
@@ -221,8 +247,10 @@ def test_blocks_that_the_newcomer_shares_with_its_victims_are_not_counted_as_fre
 def test_nobody_is_evicted_for_blocks_that_the_newcomer_would_share_all_the_same() -> None:
     scheduler = make_scheduler(num_blocks=23)
     keys = document_keys("d", 160)
-    run_prefill(scheduler, make_arrival(7, num_prompt_tokens=10, ttft_slo_s=0.5))
-    run_prefill(scheduler, make_arrival(0, num_prompt_tokens=165, prefix_keys=keys))
+    run_prefill(scheduler, make_arrival(7, num_prompt_tokens=10, max_tokens=6, ttft_slo_s=0.5))
+    holder = make_arrival(0, num_prompt_tokens=165, max_tokens=10, prefix_keys=keys)
+    run_prefill(scheduler, holder)
+    assert pool_of(scheduler).num_used == 12
     # It finds 10 of the 11 blocks of request 0, and needs 13 more; 11 are free.
     newcomer = make_arrival(
         9, 0.1, num_prompt_tokens=16 * 23, max_tokens=0, ttft_slo_s=5, prefix_keys=keys

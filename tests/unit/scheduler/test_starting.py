@@ -8,7 +8,8 @@ import pytest
 
 from flowprefill.request import RequestStatus
 from flowprefill.scheduler.events import Cancel, Finished, PrefillParked
-from flowprefill.scheduler.scheduler import MAX_FITTING_TRIES, MAX_SKIPS
+from flowprefill.scheduler.roster import MAX_SKIPS
+from flowprefill.scheduler.scheduler import MAX_FITTING_TRIES, MAX_LOOKED_AT
 from tests.unit.scheduler.device import Device
 from tests.unit.scheduler.helpers import (
     FixedRatePredictor,
@@ -88,16 +89,32 @@ def test_a_heavy_request_is_skipped_a_bounded_number_of_times() -> None:
     assert sorted(order) == list(range(202)), "everyone is served"
 
 
-def test_even_more_urgent_ones_do_not_start_before_an_overdue_request_but_may_preempt_it() -> None:
+def test_more_urgent_ones_start_before_an_overdue_request_and_preempt_it() -> None:
+    device = Device(make_scheduler("fcfs", num_blocks=40))
+    submit_heavy_between_lights(device, num_lights=400, ttft_slo_s=0.1, rank=1)
+    device.run()
+    last_of_first, first_of_heavy = device.token_times[0][-1], device.token_times[1][0]
+    lights = [device.token_times[r][0] for r in range(2, 402)]
+    assert sum(t < last_of_first for t in lights) > 2 * MAX_SKIPS
+    # Nor do those wait that come while it runs.
+    assert sum(last_of_first < t < first_of_heavy for t in lights) > 0
+    assert all(device.is_on_time(r) for r in range(2, 402))
+
+
+def test_less_urgent_ones_do_not_start_before_an_overdue_request_although_more_urgent_ones_do() -> (
+    None
+):
     device = Device(make_scheduler("fcfs", num_blocks=40))
     submit_heavy_between_lights(device, num_lights=200, ttft_slo_s=0.1, rank=1)
+    less_urgent = range(300, 400)
+    for i, req_id in enumerate(less_urgent):
+        device.submit(make_arrival(req_id, 0.31 + 0.02 * i, num_prompt_tokens=10, max_tokens=1))
     device.run()
     first_of_heavy = device.token_times[1][0]
-    before = [r for r in range(2, 202) if device.token_times[r][0] < device.token_times[0][-1]]
-    assert len(before) == MAX_SKIPS
-    # Once it has its blocks they rank before it again.
-    overtaken = [r for r in range(2, 202) if device.token_times[r][0] < first_of_heavy]
-    assert len(overtaken) > MAX_SKIPS
+    before = [r for r in less_urgent if device.token_times[r][0] < first_of_heavy]
+    assert 0 < len(before) < MAX_SKIPS, "the more urgent ones that skip it count as well"
+    assert before == list(less_urgent[: len(before)])
+    assert all(device.is_on_time(r) for r in range(2, 202))
 
 
 def test_those_that_are_packed_count_as_starts() -> None:
@@ -122,6 +139,18 @@ def test_after_some_that_do_not_fit_those_that_hold_blocks_go_on() -> None:
             for i in range(1, 1 + num_heavy)
         ]
         light = make_arrival(99, 0.02, num_prompt_tokens=10)
+        decision = scheduler.decide(0.1, [PrefillParked(task.task_id, 0.1), *heavy, light])
+        assert prefill_of(decision).req_ids == first
+
+
+def test_behind_many_that_do_not_fit_nobody_is_looked_for() -> None:
+    """That bounds a decision; those that hold blocks go on."""
+    for num_heavy, first in ((MAX_LOOKED_AT - 2, (999,)), (MAX_LOOKED_AT - 1, (0,))):
+        scheduler = make_scheduler("fcfs", num_blocks=20)
+        holder = make_arrival(0, 0.1, num_prompt_tokens=150, ttft_slo_s=1.0)
+        task = prefill_of(scheduler.decide(0.1, [holder]))
+        heavy = [make_arrival(i, 0.01, num_prompt_tokens=200) for i in range(1, 1 + num_heavy)]
+        light = make_arrival(999, 0.02, num_prompt_tokens=10)
         decision = scheduler.decide(0.1, [PrefillParked(task.task_id, 0.1), *heavy, light])
         assert prefill_of(decision).req_ids == first
 
