@@ -30,6 +30,7 @@ WAIT_S = 30.0
 PATIENT_S = 3000.0
 """A TTFT objective that any machine meets; half of it is the more urgent one."""
 URGENT_S = 1500.0
+QUEUE_TIMEOUT_S = 1000.0
 PACK_TOKENS = 256
 """Of a packed prefill; instead of the saturation point, which is measured."""
 
@@ -162,8 +163,8 @@ class Harness:
 def running(model: Path, **config: Any) -> Iterator[Harness]:
     """A harness that comes to rest, checked, at the end of the block."""
     # bf16: the tiny model's fp32 products are slow on some CPUs
-    settings = {"device": "cpu", "dtype": "bfloat16", "queue_timeout_ms": 1e6, **config}
-    harness = Harness(EngineConfig(model=str(model), **settings))
+    settings = {"device": "cpu", "dtype": "bfloat16", "queue_timeout_ms": QUEUE_TIMEOUT_S * 1000}
+    harness = Harness(EngineConfig(model=str(model), **{**settings, **config}))
     try:
         yield harness
     except BaseException:

@@ -1,6 +1,6 @@
 """Whatever arrives, whenever, under any policy and granularity, whoever loses its KV to others or
-shares theirs, and whatever is cancelled: each request ends exactly once, with the tokens it gets
-alone, and the engine comes to rest in time."""
+shares theirs, and whatever is cancelled, rejected or waits too long: each request ends exactly
+once, with the tokens it gets alone, and the engine comes to rest in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flowprefill.request import SLO, FinishReason, Request
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.scheduler.policy import POLICIES
-from tests.engine_harness import Answer, Harness, alone, kv_bytes, running
+from tests.engine_harness import QUEUE_TIMEOUT_S, Answer, alone, kv_bytes, running
 from tests.factories import make_request, write_tiny_model
 
 EXAMPLE_LIMIT_S = 20.0
@@ -73,7 +73,9 @@ def answers_alone(model: Path) -> dict[int, Answer]:
     max_decode_share=st.sampled_from([0.1, 0.5, 1.0]),
     max_slice_ms=st.sampled_from([4.0, 0.001]),
     is_fair=st.booleans(),
+    on_infeasible=st.sampled_from(["demote", "demote", "reject"]),
     cancel_rate=st.sampled_from([0.0, 0.4]),
+    timeout_rate=st.sampled_from([0.0, 0.3]),
     num_slices=st.sampled_from([0, 20, 200]),
 )
 def test_every_request_ends_once_with_the_tokens_it_gets_alone(
@@ -88,7 +90,9 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     max_decode_share: float,
     max_slice_ms: float,
     is_fair: bool,
+    on_infeasible: str,
     cancel_rate: float,
+    timeout_rate: float,
     num_slices: int,
 ) -> None:
     """num_slices: over which requests arrive and are cancelled."""
@@ -96,6 +100,7 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     draw = random.Random(seed)
     kinds = [draw.randrange(NUM_KINDS) for _ in range(num_requests)]
     cancelled = {i for i in range(num_requests) if draw.random() < cancel_rate}
+    old = {i for i in range(num_requests) if draw.random() < timeout_rate}
     with running(
         model,
         policy=policy,
@@ -106,11 +111,14 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
         max_decode_share=max_decode_share,
         max_slice_ms=max_slice_ms,
         fair_share=is_fair,
+        on_infeasible=on_infeasible,
     ) as h:
         for req_id, kind in enumerate(kinds):
             slo = SLO(draw.choice(SLOS_S), draw.choice(SLOS_S), rank=draw.choice((0, 0, 0, 1)))
             request = of_kind(kind, req_id, slo, tenant=draw.choice("ab"))
-            h.at_slice(draw.randint(0, num_slices), functools.partial(h.submit, request))
+            left_s = draw.choice((0.0, 0.002, 0.05)) if req_id in old else QUEUE_TIMEOUT_S
+            submit = functools.partial(h.submit, request, age_s=QUEUE_TIMEOUT_S - left_s)
+            h.at_slice(draw.randint(0, num_slices), submit)
         for req_id in cancelled:
             h.at_slice(draw.randint(0, num_slices), functools.partial(h.engine.cancel, req_id))
         h.play(EXAMPLE_LIMIT_S)
@@ -118,15 +126,14 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
         event(f"evictions: {stats.num_evictions > 0}")
         event(f"cached tokens: {stats.num_cached_tokens > 0}")
     for req_id, kind in enumerate(kinds):
-        check(h, req_id, expected[kind], may_be_cancelled=req_id in cancelled)
-
-
-def check(h: Harness, req_id: int, expected: Answer, may_be_cancelled: bool) -> None:
-    *_, last = h.of(req_id)
-    if last.finish_reason is FinishReason.CANCELLED:
-        assert may_be_cancelled
+        *_, last = h.of(req_id)
+        if last.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert h.answer(req_id) == expected[kind]
+            continue
+        if last.finish_reason is FinishReason.CANCELLED:
+            assert req_id in cancelled
+        else:
+            assert last.error_code == "UNAVAILABLE"
+            assert req_id in old or on_infeasible == "reject"
         answer = h.answer(req_id)[:-1]
-        assert answer == expected[: len(answer)]
-    else:
-        assert last.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
-        assert h.answer(req_id) == expected
+        assert answer == expected[kind][: len(answer)]

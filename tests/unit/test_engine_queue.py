@@ -13,6 +13,7 @@ import pytest
 from flowprefill.errors import QueueFullError
 from flowprefill.request import FinishReason, Request
 from tests.engine_harness import (
+    QUEUE_TIMEOUT_S,
     WAIT_S,
     Harness,
     alone,
@@ -25,7 +26,6 @@ from tests.engine_harness import (
 from tests.factories import write_tiny_model
 
 NUM_LAYERS = 2
-QUEUE_TIMEOUT_S = 1000.0  # of a harness
 NEARLY_S = QUEUE_TIMEOUT_S - 0.02
 """Age of a request whose waiting is over in a moment."""
 
