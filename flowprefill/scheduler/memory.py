@@ -17,7 +17,7 @@ from flowprefill.kv.block_pool import BlockPool
 from flowprefill.scheduler.tracked import Tracked, Urgency
 
 LOOKAHEAD_TOKENS = 64
-"""A decoding sequence that needs a block takes room for so many tokens while there is plenty."""
+"""Decoding sequences take room for so many tokens ahead while there is plenty."""
 
 
 class KVMemory:

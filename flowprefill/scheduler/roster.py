@@ -57,11 +57,9 @@ class Roster:
         return next(iter(self.members(self.current_task)), None)
 
     def overdue(self) -> Tracked | None:
-        """The first waiting request that was skipped over often enough."""
-        for req_id, num_skips in self._num_skips.items():
-            if num_skips >= MAX_SKIPS:
-                return self.waiting[req_id]
-        return None
+        """The most urgent waiting request that was skipped over often enough."""
+        overdue = (self.waiting[i] for i, num in self._num_skips.items() if num >= MAX_SKIPS)
+        return min(overdue, key=urgency, default=None)
 
     def may_start(self, request: Tracked) -> bool:
         """Whether it need not leave the free blocks to one that is overdue."""
