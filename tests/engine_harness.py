@@ -182,6 +182,13 @@ def alone(model: Path, *requests: Request, **config: Any) -> dict[int, Answer]:
     return {request.req_id: h.answer(request.req_id) for request in requests}
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    limit_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.001)
+
+
 def kv_bytes(num_tokens: int, num_layers: int) -> int:
     """Memory of the KV cache of so many tokens of a tiny model in bf16."""
     return num_tokens * 2 * num_layers * 32 * 2  # K and V, kv heads x head_dim, bytes of bf16

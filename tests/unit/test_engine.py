@@ -21,7 +21,7 @@ from flowprefill.errors import (
     UnavailableError,
 )
 from flowprefill.request import FinishReason, Request
-from tests.engine_harness import WAIT_S, Harness, kv_bytes, patient, running, urgent
+from tests.engine_harness import WAIT_S, Harness, kv_bytes, patient, running, urgent, wait_until
 from tests.factories import TINY_VOCAB_SIZE, make_request, write_tiny_model
 
 MAX_LEN = 384
@@ -446,10 +446,3 @@ def test_close_ends_when_the_last_request_times_out(model: Path) -> None:
 
 def at(request: Request, arrival_s: float) -> Request:
     return dataclasses.replace(request, arrival_s=arrival_s)
-
-
-def wait_until(condition: Any) -> None:
-    limit_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < limit_s
-        time.sleep(0.001)

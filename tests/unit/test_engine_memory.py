@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ import pytest
 import torch
 
 from flowprefill.request import Request
-from tests.engine_harness import Harness, alone, kv_bytes, patient, running, urgent, with_slo
+from tests.engine_harness import (
+    Harness,
+    alone,
+    kv_bytes,
+    patient,
+    running,
+    urgent,
+    wait_until,
+    with_slo,
+)
 from tests.factories import write_tiny_model
 
 MAX_LEN = 512
@@ -91,6 +101,28 @@ def test_evicted_request_is_cancelled_and_leaves_nothing(model: Path) -> None:
         assert len(h.tokens(1)) == 11 and h.tokens(1)[-1] is None
         assert h.engine.stats().num_evictions == 1
         assert h.engine.stats().num_cancelled == 1
+
+
+def test_close_fails_running_evicted_and_waiting_requests_alike(model: Path) -> None:
+    with running(model, **SMALL) as h:
+        closer = threading.Thread(target=h.engine.close)
+
+        def close() -> None:
+            closer.start()
+            wait_until(h.engine._inbox.has_messages)
+
+        def evict_and_close() -> None:
+            h.submit(urgent(2, HUGE), patient(3, HUGE))
+            h.at_slice(h.device.num_slices + MID_PREFILL, close)
+
+        h.at_token(1, 3, evict_and_close)
+        h.submit(patient(1, 100))
+        for req_id in (1, 2, 3):
+            assert h.end(req_id).error_code == "UNAVAILABLE"
+        closer.join()
+        assert [o.token_id for o in h.outputs].count(None) == 3
+        stats = h.engine.stats()
+        assert (stats.num_evictions, stats.num_failed) == (1, 3)
 
 
 def test_the_most_urgent_holder_is_never_evicted(model: Path) -> None:
