@@ -54,9 +54,9 @@ from flowprefill.scheduler.tracked import Tracked
 OVERRUN_FACTOR = 1.25
 """A prefill still running at this multiple of its predicted time is decided upon again; and a
 request is infeasible for certain if it would be late by a prediction divided by it."""
-MAX_LOOKED_AT = 256
+MAX_LOOKED_AT = 128
 """Most urgent requests among which one with room is looked for; bounds the time of a decision."""
-MAX_FITTING_TRIES = 8
+MAX_FITTING_TRIES = 4
 """Requests that are tried for room in one decision; then those that hold blocks go on."""
 MIN_OVERRUN_SLICES = 10
 """Slices an overrun must last at least, so that a prediction near 0 does not decide at each."""
