@@ -61,8 +61,8 @@ MAX_FITTING_TRIES = 4
 MIN_OVERRUN_SLICES = 10
 """Slices an overrun must last at least, so that a prediction near 0 does not decide at each."""
 SWITCH_COST_S = 0.0005
-"""Upper bound of what a switch between two prefills costs (docs/log.md); keys that differ by less do
-not switch."""
+"""Upper bound of what a switch between two prefills costs (docs/log.md); keys that differ by less
+do not switch."""
 RESCALE_FROM = 0.02
 """Relative change of the device's speed from which predictions made before are scaled."""
 
