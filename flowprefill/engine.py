@@ -362,13 +362,12 @@ class Engine:
 def scheduler_options(config: EngineConfig, saturation_tokens: int) -> SchedulerOptions:
     """What model.json says of scheduling, as the Scheduler takes it."""
     granularity = Granularity.parse(config.granularity)
-    chunk_tokens = granularity.chunk_tokens or saturation_tokens  # a pack is one pass
     return SchedulerOptions(
         max_num_seqs=config.max_num_seqs,
         max_slice_s=config.max_slice_ms / 1000,
         max_decode_share=config.max_decode_share,
         starvation_share=config.starvation_share,
-        max_pack_tokens=min(saturation_tokens, chunk_tokens),
+        max_pack_tokens=granularity.pack_tokens(saturation_tokens),
         reject_infeasible=config.on_infeasible == "reject",
         fair_share=config.fair_share,
         prefix_caching=config.enable_prefix_caching,

@@ -37,5 +37,10 @@ class Granularity:
             f"model.json: granularity={text!r}: must be whole, chunk:N, layer, op or tile"
         )
 
+    def pack_tokens(self, saturation_tokens: int) -> int:
+        """Tokens that prompts may have together to be one pass: up to the device's saturation, and
+        in chunks one chunk at most, since nobody can interrupt a pass of one."""
+        return min(saturation_tokens, self.chunk_tokens or saturation_tokens)
+
     def __str__(self) -> str:
         return f"chunk:{self.chunk_tokens}" if self.kind == "chunk" else self.kind

@@ -27,6 +27,8 @@ from flowprefill.scheduler.events import (
     PrefillDone,
     PrefillParked,
     PrefillTask,
+    has_end,
+    merge,
 )
 from flowprefill.stats import EngineCounters
 
@@ -72,9 +74,9 @@ class TaskRunner:
         stepped: list[Event] = []
         while True:
             if pace.is_due(self.clock.now_s()):
-                stepped = _merge(stepped, self._run_steps(pace.step, 1))
+                stepped = merge(stepped, self._run_steps(pace.step, 1))
                 pace.note_step(self.clock.now_s())
-                if self.should_leave() or pace.is_over or _has_end(stepped):
+                if self.should_leave() or pace.is_over or has_end(stepped):
                     return [self._park(task, prefill), *stepped]
             report = self._run_state(
                 prefill.state, lambda: self.should_leave() or pace.is_due(self.clock.now_s())
@@ -97,7 +99,7 @@ class TaskRunner:
             self.passes.step = None
             ended = self._sample(decode)
             done = DecodeStepDone(decode.req_ids, self.clock.now_s())
-            happened = _merge(happened, [done, *ended])
+            happened = merge(happened, [done, *ended])
             # A step that was left midway may have had other members than those that are due now.
             if ended or decode.req_ids != step.req_ids or self.should_leave():
                 break
@@ -184,15 +186,3 @@ class _Pace:
         assert self._steps is not None
         self._num_left -= 1
         self._release_s = end_s + self._steps.interval_s
-
-
-def _has_end(events: list[Event]) -> bool:
-    return any(isinstance(event, Finished) for event in events)
-
-
-def _merge(before: list[Event], after: list[Event]) -> list[Event]:
-    """Both, with a repeated decode step counted instead of listed."""
-    match before[-1:], after[:1]:
-        case [DecodeStepDone(ids, _, count)], [DecodeStepDone(same, end_s, more)] if ids == same:
-            return [*before[:-1], DecodeStepDone(ids, end_s, count + more), *after[1:]]
-    return [*before, *after]

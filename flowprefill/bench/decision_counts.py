@@ -29,7 +29,6 @@ from functools import cache
 from flowprefill.granularity import Granularity
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.scheduler.events import (
-    Arrival,
     Decision,
     DecodeStep,
     DecodeStepDone,
@@ -40,7 +39,15 @@ from flowprefill.scheduler.policy import POLICIES
 from flowprefill.scheduler.scheduler import Scheduler, SchedulerOptions
 from flowprefill.simulator.cost import NoisyPredictor, Timeline
 from flowprefill.simulator.measures import LOADS, bisect_last
-from flowprefill.simulator.replay import MAX_NUM_SEQS, Replay, Setup, Target, at_load, roofline
+from flowprefill.simulator.replay import (
+    MAX_NUM_SEQS,
+    Replay,
+    Setup,
+    Target,
+    arrival_of,
+    at_load,
+    roofline,
+)
 from flowprefill.simulator.roofline import num_kv_tokens
 from flowprefill.simulator.simulator import Simulator
 from flowprefill.workload import PREFIX_BLOCK_TOKENS, TraceRequest, objective
@@ -116,21 +123,7 @@ class CountedRun(Simulator):
         self._last_task_id = -1
         self._ran_lone_steps = False
         for req_id, request in enumerate(requests):
-            self._submit(req_id, request)
-
-    def _submit(self, req_id: int, request: TraceRequest) -> None:
-        goal = objective(request)
-        num_full_blocks = request.input_tokens // self._block_tokens
-        arrival = Arrival(
-            req_id,
-            request.arrival_s,
-            request.input_tokens,
-            request.output_tokens,
-            goal.ttft_s,
-            goal.tbt_s,
-            prefix_keys=request.prefix_hashes[:num_full_blocks],
-        )
-        self.submit(arrival)
+            self.submit(arrival_of(req_id, request, objective(request), self._block_tokens))
 
     def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
         if self._ran_lone_steps:

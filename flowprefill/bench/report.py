@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError
+from flowprefill.host_cpu import cpu_model
 from flowprefill.server_layout import default_model_repository
 
 
@@ -29,7 +29,7 @@ def load_model_json(path: Path | None) -> EngineConfig:
 def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:
     """Machine, model, seed and commit: what a figure must be quoted with."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpus": len(os.sched_getaffinity(0)),
         "model": config.model,
         "dtype": config.dtype,
@@ -46,16 +46,6 @@ def print_json(result: dict[str, Any], json_out: Path | None) -> None:
         json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(line + "\n", encoding="utf-8")
     print(line, flush=True)
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

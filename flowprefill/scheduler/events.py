@@ -6,7 +6,7 @@ runs the decision's task until it ends or another event arrives.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -150,3 +150,16 @@ class Decision:
     left midway with one of them is dropped."""
     rejected: tuple[int, ...] = ()
     """Waiting requests that can no longer be on time, under `on_infeasible: reject`."""
+
+
+def has_end(events: Iterable[Event]) -> bool:
+    """Whether a request has ended with these."""
+    return any(isinstance(event, Finished) for event in events)
+
+
+def merge(before: list[Event], after: list[Event]) -> list[Event]:
+    """Both, with a repeated decode step counted instead of listed."""
+    match before[-1:], after[:1]:
+        case [DecodeStepDone(ids, _, count)], [DecodeStepDone(same, end_s, more)] if ids == same:
+            return [*before[:-1], DecodeStepDone(ids, end_s, count + more), *after[1:]]
+    return [*before, *after]

@@ -21,6 +21,7 @@ from flowprefill.simulator.roofline import RooflineCost, num_kv_tokens
 from flowprefill.simulator.simulator import RequestRecord, Simulator
 from flowprefill.workload import (
     PREFIX_BLOCK_TOKENS,
+    Objective,
     TraceError,
     TraceRequest,
     objective,
@@ -72,10 +73,7 @@ class Replay(Simulator):
         cost = roofline(setup.granularity)
         predictor = NoisyPredictor(cost, setup.error, setup.seed)
         pool = BlockPool(num_kv_tokens() // PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS)
-        # As in the engine, several prompts are packed into one chunk at most.
-        max_pack_tokens = min(
-            cost.saturation_tokens, setup.granularity.chunk_tokens or cost.saturation_tokens
-        )
+        max_pack_tokens = setup.granularity.pack_tokens(cost.saturation_tokens)
         options = SchedulerOptions(max_num_seqs=MAX_NUM_SEQS, max_pack_tokens=max_pack_tokens)
         scheduler = Scheduler(POLICIES[setup.policy], predictor, pool, options)
         super().__init__(scheduler, cost, predictor, setup.granularity)
@@ -90,17 +88,7 @@ class Replay(Simulator):
 
     def _submit(self, req_id: int, request: TraceRequest, slo_scale: float) -> None:
         goal = objective(request, slo_scale)
-        num_full_blocks = request.input_tokens // PREFIX_BLOCK_TOKENS
-        arrival = Arrival(
-            req_id,
-            request.arrival_s,
-            request.input_tokens,
-            request.output_tokens,
-            goal.ttft_s,
-            goal.tbt_s,
-            prefix_keys=request.prefix_hashes[:num_full_blocks],
-        )
-        self.submit(arrival)
+        self.submit(arrival_of(req_id, request, goal, PREFIX_BLOCK_TOKENS))
         self.num_by_class[goal.name] += 1
         deadline_s = request.arrival_s + goal.ttft_s
         self._deadlines.append((deadline_s, goal.name, self.records[req_id]))
@@ -147,6 +135,19 @@ class Replay(Simulator):
     @property
     def mean_ttft_s(self) -> float:
         return sum(record.ttft_s for record in self.records.values()) / len(self.records)
+
+
+def arrival_of(req_id: int, request: TraceRequest, goal: Objective, block_tokens: int) -> Arrival:
+    """A request of a trace as the scheduler sees it; block_tokens: those of a KV block."""
+    return Arrival(
+        req_id,
+        request.arrival_s,
+        request.input_tokens,
+        request.output_tokens,
+        goal.ttft_s,
+        goal.tbt_s,
+        prefix_keys=request.prefix_hashes[: request.input_tokens // block_tokens],
+    )
 
 
 def offered_load(requests: Sequence[TraceRequest]) -> float:

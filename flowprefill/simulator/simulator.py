@@ -29,6 +29,8 @@ from flowprefill.scheduler.events import (
     PrefillParked,
     PrefillTask,
     Timer,
+    has_end,
+    merge,
 )
 from flowprefill.scheduler.scheduler import Scheduler
 from flowprefill.simulator.cost import CostModel, Timeline
@@ -210,10 +212,10 @@ class Simulator:
         stepped: list[Event] = []
         while True:
             if steps and due_s <= self.now_s:
-                stepped = _merge(stepped, self._run_steps(steps.step, 1))
+                stepped = merge(stepped, self._run_steps(steps.step, 1))
                 num_steps += 1
                 due_s = self.now_s + steps.interval_s
-                is_over = num_steps == steps.max_steps or _has_end(stepped)
+                is_over = num_steps == steps.max_steps or has_end(stepped)
                 if is_over or self._should_leave():
                     break
             if self._advance(work, due_s):
@@ -253,7 +255,7 @@ class Simulator:
             self._step = None
             self.counters.decode_steps += 1
             ended = self._emit(work.req_ids)
-            happened = _merge(happened, [DecodeStepDone(work.req_ids, self.now_s), *ended])
+            happened = merge(happened, [DecodeStepDone(work.req_ids, self.now_s), *ended])
             # A step that was left midway may have had other members than those that are due now.
             if ended or work.req_ids != step.req_ids or self._should_leave():
                 break
@@ -303,17 +305,3 @@ class Simulator:
                 ended.append(Finished(req_id))
             self.on_token(record)
         return ended
-
-
-def _has_end(events: Iterable[Event]) -> bool:
-    return any(isinstance(event, Finished) for event in events)
-
-
-def _merge(before: list[Event], after: list[Event]) -> list[Event]:
-    """Both, with a repeated decode step counted instead of listed."""
-    match before[-1:], after[:1]:
-        case [DecodeStepDone(members, _, count)], [DecodeStepDone(same, end_s, more)] if (
-            members == same
-        ):
-            return [*before[:-1], DecodeStepDone(members, end_s, count + more), *after[1:]]
-    return [*before, *after]
