@@ -96,8 +96,8 @@ def serve(
 ) -> None:
     """Start tritonserver with the FlowPrefill backend; stop it on SIGINT or SIGTERM.
 
-    Arguments after `--` go to tritonserver as they are. Exit code 0: everything ended within the
-    exit timeout; 1: it did not start, died, or had to be killed.
+    Arguments after `--` go to tritonserver as they are. Exit code 0: all that ran was answered
+    within the exit timeout; 1: something was cut short, or it did not start, died or was killed.
     """
     from flowprefill.server import ServerOptions, TritonServer
 
@@ -178,6 +178,8 @@ def run_server(
         console.print("stopping")
     finally:
         is_clean = server.stop()
+    if not is_clean:
+        console.print(f"error: {server.stop_problem}", markup=False)
     return is_clean
 
 

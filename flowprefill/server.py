@@ -28,11 +28,14 @@ from flowprefill.server_layout import (
     find_installation,
     lay_out_backends,
 )
-from flowprefill.server_log import ServerLog
+from flowprefill.server_log import EXIT_TIMEOUT_VARIABLE, STOP_FD_VARIABLE, ServerLog
 
 _POLL_S = 0.05
+UNLOAD_TIMEOUT_S = 5
+"""Beyond the exit timeout: what unloading may take. Each model costs a second of waiting in
+tritonserver and some tenths of ours, more on a busy machine; it may only begin at the timeout."""
 _KILL_GRACE_S = 5.0
-"""Beyond the exit timeout: what tritonserver needs to notice it, and our processes to follow it."""
+"""Beyond both: what tritonserver needs to notice it, and our processes to follow it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class ServerOptions:
     """First size of the /dev/shm region through which each model instance and the server talk; it
     grows by the same step."""
     exit_timeout_s: int = 10
-    """Longest wait, at a stop, for requests that still run."""
+    """Longest wait, at a stop, for requests that still run; unloading is not part of it."""
     allow_model_control: bool = False
     """Let clients load and unload models though `host` can be reached from other machines. A load
     may bring files of its own, Python code among them: it is as good as a login."""
@@ -74,6 +77,8 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._files: ServerFiles | None = None
         self._log = ServerLog()
+        self._stop_pipe: int | None = None
+        self._stop_problem: str | None = None
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -119,6 +124,11 @@ class TritonServer:
         """What tritonserver and the backend wrote."""
         return self._log
 
+    @property
+    def stop_problem(self) -> str | None:
+        """What the last stop() cut short or left undone, in words; None if nothing."""
+        return self._stop_problem
+
     def start(self) -> None:
         """Start tritonserver; returns at once. Raises ServerStartError, in one line."""
         assert self._process is None, "already started"
@@ -128,17 +138,25 @@ class TritonServer:
         check_ports(self.options)
         self._files = files = ServerFiles()
         backends = lay_out_backends(installation, files.run_dir / "backends")
-        self._process = subprocess.Popen(
-            [str(installation.binary), *self._arguments(backends)],
-            cwd=files.run_dir,  # the stub imports `model` from the working directory first
-            env=_environment(installation),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # A terminal's Ctrl-C reaches only us, and we stop the children in order.
-            start_new_session=True,
-            pass_fds=(files.fd,),
-        )
+        stop_fd, self._stop_pipe = os.pipe()
+        stop_variables = {
+            STOP_FD_VARIABLE: str(stop_fd),
+            EXIT_TIMEOUT_VARIABLE: str(self.options.exit_timeout_s),
+        }
+        try:
+            self._process = subprocess.Popen(
+                [str(installation.binary), *self._arguments(backends)],
+                cwd=files.run_dir,  # the stub imports `model` from the working directory first
+                env=_environment(installation) | stop_variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # A terminal's Ctrl-C reaches only us, and we stop the children in order.
+                start_new_session=True,
+                pass_fds=(files.fd, stop_fd),
+            )
+        finally:
+            os.close(stop_fd)
         assert self._process.stdout is not None
         self._log.follow(self._process.stdout)
 
@@ -202,27 +220,41 @@ class TritonServer:
     def stop(self) -> bool:
         """Let running requests finish within the exit timeout, then end all processes.
 
-        Returns True if nothing was cut short: tritonserver ended in time. Its exit code is 1 when
-        the exit timeout ran out, and the signal's while it has not finished loading.
+        Models of this backend refuse new requests from the start, and at the timeout end those that
+        still run; both are answered UNAVAILABLE. Returns True if there was a server and nothing was cut short.
         """
-        clean = False
+        is_clean = False
         if self._process is not None:
             if self.is_alive():
-                self._process.send_signal(signal.SIGTERM)
-                _wait_until(
-                    lambda: not self.is_alive(), self.options.exit_timeout_s + _KILL_GRACE_S
-                )
-            clean = self._process.poll() in (0, -signal.SIGTERM)
+                self._end_in_order()
+            code = self._process.poll()
             # Stubs and engines end by themselves after tritonserver; those that hang are killed.
-            if not self.is_alive():
+            if code is not None:
                 _wait_until(lambda: not _group_exists(self.pid), _KILL_GRACE_S)
             _kill_group(self.pid)
             self._process.wait()
             self._log.finish()
+            self._stop_problem = (
+                "tritonserver had to be killed" if code is None else self._log.stop_problem(code)
+            )
+            is_clean = self._stop_problem is None
+        if self._stop_pipe is not None:
+            os.close(self._stop_pipe)
         if self._files is not None:
             self._files.release()
-        self._process = self._files = None
-        return clean
+        self._process = self._files = self._stop_pipe = None
+        return is_clean
+
+    def _end_in_order(self) -> None:
+        """Tell the backend and tritonserver to stop; wait as long as that may take."""
+        assert self._process is not None and self._stop_pipe is not None
+        # Never read: all instances see that it can be. It does not only end, for that would also be
+        # the end of a launcher that was killed, which is no reason to serve no more.
+        with contextlib.suppress(BrokenPipeError):  # tritonserver has just died
+            os.write(self._stop_pipe, b"stop")
+        self._process.send_signal(signal.SIGTERM)
+        limit_s = self.options.exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S
+        _wait_until(lambda: not self.is_alive(), limit_s)
 
     @property
     def _client_host(self) -> str:
@@ -240,7 +272,7 @@ class TritonServer:
             f"--grpc-port={o.grpc_port}",
             f"--metrics-address={o.host}",
             f"--metrics-port={o.metrics_port}",
-            f"--exit-timeout-secs={o.exit_timeout_s}",
+            f"--exit-timeout-secs={o.exit_timeout_s + UNLOAD_TIMEOUT_S}",
             f"--backend-config=python,shm-region-prefix-name={self._files.prefix}",
             f"--backend-config=python,shm-default-byte-size={size}",
             f"--backend-config=python,shm-growth-byte-size={size}",

@@ -1,17 +1,42 @@
-"""Reads what tritonserver and the backend log: new lines as they come, and why a start failed."""
+"""Reads what tritonserver and the backend log: new lines as they come, why a start failed, and
+whether a stop cut anything short.
+
+Also what launcher and backend agree on for a stop, of which tritonserver tells its models nothing:
+the launcher writes to a pipe that the backend finds in its environment, the backend to the log.
+"""
 
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from collections import deque
 from typing import IO, NamedTuple
 
 _LINE = re.compile(r'^([IWEF])\d{4} [\d:.]+ \d+ (\S+)\] "?(.*?)"?$')
 _LOAD_FAILURE = re.compile(r"^(failed to load '[^']*' version|Poll failed for model)")
+_STOPPING = re.compile(r"^\[flowprefill\] (.+) is stopping$")
+_STOPPED = re.compile(r"^\[flowprefill\] (.+) has stopped, requests cut short: (\d+)$")
+_IN_FLIGHT = re.compile(r"Found (\d+) model versions that have in-flight inferences")
+_EXIT_TIMEOUT = "Exit timeout expired"
 _MAX_KEPT_CHARS = 1_000_000
 _LAST_LINES_S = 2.0
 """How long the pipe of an ended tritonserver is read: its children may still hold it open."""
+
+STOP_FD_VARIABLE = "FLOWPREFILL_STOP_FD"
+"""Environment variable: the pipe that can be read from once the server is stopping."""
+EXIT_TIMEOUT_VARIABLE = "FLOWPREFILL_EXIT_TIMEOUT_S"
+"""Environment variable: how long running requests may go on then, seconds."""
+
+
+def stopping_line(instance: str) -> str:
+    """What a model instance logs when it takes no more requests."""
+    return f"[flowprefill] {instance} is stopping"
+
+
+def stopped_line(instance: str, num_cut_short: int) -> str:
+    """What it logs once all its requests are answered, some perhaps before their end."""
+    return f"[flowprefill] {instance} has stopped, requests cut short: {num_cut_short}"
 
 
 class LogMessage(NamedTuple):
@@ -85,3 +110,22 @@ class ServerLog:
         errors = [line for line in lines if line.startswith("error:")]
         errors += [m.text for m in messages if m.level in "EF"]
         return (errors or lines or ["tritonserver wrote nothing"])[0]
+
+    def stop_problem(self, code: int) -> str | None:
+        """What a stop cut short or left undone, in words, when tritonserver ended with `code`."""
+        texts = [message.text for message in map(parse_line, self.text().splitlines()) if message]
+        stopped = {match[1]: int(match[2]) for match in map(_STOPPED.match, texts) if match}
+        num_cut_short = sum(stopped.values())
+        if num_cut_short:
+            return f"requests cut short at the exit timeout: {num_cut_short}"
+        if code in (0, -signal.SIGTERM):  # the latter while it loads
+            return None
+        # tritonserver 2.51 takes requests, unloading and HTTP connections that only idle out of one
+        # exit timeout: that it ran out says nothing of the requests.
+        stopping = {match[1] for match in map(_STOPPING.match, texts) if match}
+        in_flight = [match[1] for match in map(_IN_FLIGHT.search, texts) if match]
+        is_answered = stopping == set(stopped) != set() and in_flight[-1:] == ["0"]
+        if code == 1 and is_answered and any(_EXIT_TIMEOUT in text for text in texts):
+            return None
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"tritonserver ended {how}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +47,7 @@ MAX_WAITING = 1_000
 MAX_WAITING_BYTES = 2**26
 """Requests, and their bytes, that wait for one thread at most; more are UNAVAILABLE."""
 NUM_SENDERS = 4
+STOPPING_MESSAGE = "the server is stopping"
 CLOSE_TIMEOUT_S = 5.0
 """The server waits for finalize() without limit, so each part of it gets one."""
 
@@ -117,6 +119,26 @@ class Instance:
         arrival_s = time.monotonic()
         for request in requests:
             self._accept(request, arrival_s)
+
+    def refuse_new(self) -> None:
+        """From now on every request is answered UNAVAILABLE; those that run go on."""
+        self._live.refuse_new(STOPPING_MESSAGE)
+
+    def drain(self, timeout_s: float) -> int:
+        """After refuse_new: let what runs finish, and fail after `timeout_s` what still does.
+
+        Returns, once all answers have been handed to the server, how many were cut short so.
+        """
+        self._live.wait_empty(timeout_s)
+        cut_short: list[int] = []
+        for live in self._live.all():
+            self._post(live, partial(self._cut_short, live, cut_short))
+        lanes_end = [threading.Event() for _ in self._senders]
+        for sender, lane_end in zip(self._senders, lanes_end, strict=True):
+            sender.post(lane_end.set)
+        for lane_end in lanes_end:
+            lane_end.wait()
+        return len(cut_short)
 
     def close(self) -> None:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
@@ -267,6 +289,13 @@ class Instance:
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
         self._close(live, error_response(error, live.names_error_code))
+
+    def _cut_short(self, live: LiveRequest, cut_short: list[int]) -> None:
+        """On the request's sender lane, so that it ends either way but once."""
+        if not live.is_closed:
+            cut_short.append(live.req_id)
+            self._engine.cancel(live.req_id)
+            self._fail(live, UnavailableError(STOPPING_MESSAGE))
 
     def _close(self, live: LiveRequest, response: Any) -> None:
         self._live.discard(live)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from flowprefill.errors import UnavailableError
 from flowprefill.request import Request
 from flowprefill_backend.answer import Answer
 from flowprefill_backend.response import FINAL
@@ -90,12 +91,16 @@ class LiveRequests:
     """All live requests, by internal id and by the client's own id, which need not be unique."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._why_refused: str | None = None
         self._by_req_id: dict[int, LiveRequest] = {}
         self._by_triton_id: dict[str, dict[int, LiveRequest]] = {}
 
     def add(self, live: LiveRequest) -> None:
+        """Raises UnavailableError after `refuse_new`."""
         with self._lock:
+            if self._why_refused is not None:
+                raise UnavailableError(self._why_refused)
             self._by_req_id[live.req_id] = live
             self._by_triton_id.setdefault(live.triton_id, {})[live.req_id] = live
 
@@ -107,6 +112,18 @@ class LiveRequests:
             del namesakes[live.req_id]
             if not namesakes:
                 del self._by_triton_id[live.triton_id]
+            if not self._by_req_id:
+                self._lock.notify_all()
+
+    def refuse_new(self, reason: str) -> None:
+        """Add no more."""
+        with self._lock:
+            self._why_refused = reason
+
+    def wait_empty(self, timeout_s: float) -> None:
+        """Until none is left, `timeout_s` at most."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._by_req_id, timeout_s)
 
     def get(self, req_id: int) -> LiveRequest | None:
         with self._lock:

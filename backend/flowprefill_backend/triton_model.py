@@ -1,8 +1,14 @@
-"""TritonPythonModel: the three calls that the Triton server makes. Loads; owns no policy."""
+"""TritonPythonModel: the three calls that the Triton server makes, and the launcher's stop.
+
+Loads; owns no policy.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import select
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +17,12 @@ import triton_python_backend_utils as pb_utils
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, shorten
+from flowprefill.server_log import (
+    EXIT_TIMEOUT_VARIABLE,
+    STOP_FD_VARIABLE,
+    stopped_line,
+    stopping_line,
+)
 from flowprefill_backend import contract
 
 if TYPE_CHECKING:
@@ -35,6 +47,13 @@ class TritonPythonModel:
         except FlowPrefillError as error:
             text = shorten(f"{type(error).__name__}: {error}", MAX_LOAD_ERROR_CHARS)
             raise pb_utils.TritonModelException(text) from error
+        if STOP_FD_VARIABLE in os.environ:  # else no launcher of ours has started the server
+            threading.Thread(
+                target=follow_stop,
+                args=(self._instance, args["model_instance_name"], os.environ),
+                name="stop-follower",
+                daemon=True,
+            ).start()
 
     def execute(self, requests: list[Any]) -> None:
         """Take over `requests`; their answers go through their response senders."""
@@ -71,6 +90,22 @@ def load(args: Mapping[str, str]) -> Instance:
         log,
         unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
     )
+
+
+def follow_stop(instance: Instance, name: str, environ: Mapping[str, str]) -> None:
+    """Wait until the launcher stops the server, then stop `instance` and report how that went.
+
+    tritonserver itself says nothing to a model before the last of its requests has ended.
+    """
+    poll = select.poll()
+    poll.register(int(environ[STOP_FD_VARIABLE]), select.POLLIN)
+    if not all(events & select.POLLIN for _, events in poll.poll()):
+        return  # the launcher has died without a word; the server goes on
+    log = pb_utils.Logger
+    instance.refuse_new()
+    log.log_info(stopping_line(name))
+    num_cut_short = instance.drain(float(environ[EXIT_TIMEOUT_VARIABLE]))
+    (log.log_warn if num_cut_short else log.log_info)(stopped_line(name, num_cut_short))
 
 
 def _line_logger(log: Any) -> Callable[[str], None]:

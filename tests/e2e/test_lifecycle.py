@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from flowprefill.server import free_ports
+from flowprefill.server import ServerOptions, TritonServer, free_ports
 from flowprefill.server_layout import SHM_DIR
 from flowprefill_client import Client, ServerError
 from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, ROOT, group_members, wait_for
@@ -24,13 +26,15 @@ ENDLESS = {"ignore_eos": True, "temperature": 0, "max_tokens": 4000}
 class Served:
     """A running `flowprefill serve`."""
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, exit_timeout_s: int) -> None:
         http_port, grpc_port, metrics_port = free_ports(3)
+        self.http_port = http_port
         self.grpc_url = f"127.0.0.1:{grpc_port}"
         self.log_path = log_path
         command = [
             *(sys.executable, "-c", "from flowprefill.cli import main; main()", "serve"),
-            *("--model-repository", str(ROOT / "model_repository"), "--exit-timeout-s", "3"),
+            *("--model-repository", str(ROOT / "model_repository")),
+            *("--exit-timeout-s", str(exit_timeout_s)),
             *("--http-port", str(http_port), "--grpc-port", str(grpc_port)),
             *("--metrics-port", str(metrics_port)),
         ]
@@ -70,15 +74,22 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    running = Served(tmp_path / "serve.log")
-    yield running
-    running.process.terminate()
-    running.process.wait(30)
+def serve(tmp_path: Path) -> Iterator[Callable[[int], Served]]:
+    """Starts `flowprefill serve` with an exit timeout in seconds."""
+    with contextlib.ExitStack() as ends:
+
+        def start(exit_timeout_s: int) -> Served:
+            running = Served(tmp_path / "serve.log", exit_timeout_s)
+            ends.callback(running.process.wait, exit_timeout_s + 30)
+            ends.callback(running.process.terminate)
+            return running
+
+        yield start
 
 
-def test_serve_survives_its_engine_and_leaves_nothing(served: Served) -> None:
+def test_serve_survives_its_engine_and_leaves_nothing(serve: Callable[[int], Served]) -> None:
     """One server for the whole story: each start costs a model load."""
+    served = serve(3)
     assert re.search(r"^try: +curl", served.log(), re.MULTILINE)
     with Client(served.grpc_url, MODEL) as client:
         expected = client.generate("The capital of France is", sampling={"temperature": 0}).text
@@ -101,16 +112,20 @@ def test_serve_survives_its_engine_and_leaves_nothing(served: Served) -> None:
         next(stream)
         stopped_s = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
-        with pytest.raises(ServerError):
+        with pytest.raises(ServerError, match="the server is stopping"):
             for _ in stream:
                 pass
-        served.process.wait(20)
+        assert served.process.wait(20) == 1
         assert time.monotonic() - stopped_s < 15
+    assert "error: requests cut short at the exit timeout: 1" in served.log()
     assert group_members(served.group) == {}
     assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
 
 
-def test_stop_lets_a_running_answer_finish_and_exits_with_0(served: Served) -> None:
+def test_stop_lets_a_running_answer_finish_and_exits_with_0(
+    serve: Callable[[int], Served],
+) -> None:
+    served = serve(60)  # the answer's own time, however slow the machine
     with Client(served.grpc_url, MODEL) as client:
         # A failed request must not hold the model either, once its client has gone.
         for _ in range(10):
@@ -120,8 +135,38 @@ def test_stop_lets_a_running_answer_finish_and_exits_with_0(served: Served) -> N
         next(stream)
         served.process.send_signal(signal.SIGINT)
         assert sum(delta.num_output_tokens for delta in stream) == 29
-    assert served.process.wait(20) == 0, served.log()
+    assert served.process.wait(60) == 0, served.log()
     assert group_members(served.group) == {}
+
+
+def test_unloading_takes_nothing_from_the_exit_timeout(tmp_path: Path) -> None:
+    """tritonserver waits a second in each unload, which alone was more than a short timeout."""
+    version_dir = tmp_path / "idle" / "1"
+    version_dir.mkdir(parents=True)
+    (version_dir.parent / "config.pbtxt").write_text(
+        'backend: "python" input { name: "x" data_type: TYPE_FP32 dims: 1 } '
+        'output { name: "y" data_type: TYPE_FP32 dims: 1 } instance_group { kind: KIND_CPU }'
+    )
+    model = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+    (version_dir / "model.py").write_text(model)
+    ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+    with TritonServer(ServerOptions(tmp_path, exit_timeout_s=0, **ports)) as server:
+        assert server.stop(), server.log.text()
+
+
+def test_an_idle_connection_does_not_make_a_stop_a_failure(
+    serve: Callable[[int], Served],
+) -> None:
+    """tritonserver waits for it until its time is up, and then ends with exit code 1."""
+    served = serve(1)
+    connection = http.client.HTTPConnection("127.0.0.1", served.http_port)
+    with contextlib.closing(connection):
+        connection.request("GET", "/v2/health/ready")
+        assert connection.getresponse().read() == b""
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(30) == 0, served.log()
+    assert group_members(served.group) == {}
+    assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
 
 
 def test_broken_model_json_ends_serve_with_its_reason(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import ctypes.util
 import importlib.metadata
 import importlib.util
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from flowprefill.server_layout import (
     sweep_dead_servers,
     write_backend,
 )
-from flowprefill.server_log import ServerLog
+from flowprefill.server_log import ServerLog, stopped_line, stopping_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,3 +255,67 @@ def test_log_keeps_the_last_million_characters() -> None:
     assert len(log.text()) == 1_000_000
     assert log.text().endswith("000299999\n")
     assert len(log.new_lines()) == 100_000
+
+
+def logged(*messages: str) -> str:
+    """The messages as tritonserver logs them."""
+    return "".join(f'I1130 09:56:25.723907 3342 server.cc:345] "{text}"\n' for text in messages)
+
+
+NO_REQUEST = "Timeout 0: Found 0 model versions that have in-flight inferences"
+ONE_REQUEST = "Timeout 0: Found 1 model versions that have in-flight inferences"
+OUT_OF_TIME = "failed to stop server: Internal - Exit timeout expired. Exiting immediately."
+STOPPING = stopping_line("m_0_0")
+ANSWERED = stopped_line("m_0_0", 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "messages"),
+    [
+        (0, []),
+        (-signal.SIGTERM, []),
+        (0, [STOPPING, NO_REQUEST, ANSWERED]),
+        (1, [STOPPING, ANSWERED, NO_REQUEST, OUT_OF_TIME]),
+        (1, [STOPPING, ONE_REQUEST, NO_REQUEST, ANSWERED, OUT_OF_TIME]),
+    ],
+)
+def test_a_stop_after_which_all_is_answered_is_no_problem(code: int, messages: list[str]) -> None:
+    log = ServerLog()
+    write_log(log, logged(*messages))
+    assert log.stop_problem(code) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "messages", "problem"),
+    [
+        (0, [STOPPING, NO_REQUEST, stopped_line("m_0_0", 2)], "cut short at the exit timeout: 2"),
+        (1, [STOPPING, NO_REQUEST, OUT_OF_TIME], "exit code 1"),
+        (1, [STOPPING, ANSWERED, stopping_line("m_0_1"), NO_REQUEST, OUT_OF_TIME], "exit code 1"),
+        (1, [STOPPING, ANSWERED, ONE_REQUEST, OUT_OF_TIME], "exit code 1"),
+        (1, [STOPPING, ANSWERED, NO_REQUEST], "exit code 1"),
+        (1, [NO_REQUEST, OUT_OF_TIME], "exit code 1"),
+        (1, [], "exit code 1"),
+        (-signal.SIGSEGV, [STOPPING, ANSWERED, NO_REQUEST], "by signal 11"),
+    ],
+)
+def test_a_stop_that_left_something_says_what(code: int, messages: list[str], problem: str) -> None:
+    log = ServerLog()
+    write_log(log, logged(*messages))
+    found = log.stop_problem(code)
+    assert found is not None and problem in found
+
+
+def test_a_tritonserver_that_dies_while_it_stops_is_named(container: Path, tmp_path: Path) -> None:
+    """Its log is all that the launcher has to tell a full stop from a broken one."""
+    script = "#!/bin/sh\ntrap 'kill -SEGV $$' TERM\necho started\nwhile :; do sleep 0.1; done\n"
+    (container / "bin" / "tritonserver").write_text(script)
+    ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+    server = TritonServer(ServerOptions(tmp_path, **ports))
+    started = threading.Event()
+    try:
+        server.start()
+        server.wait_ready(10, on_line=lambda line: started.set(), stopping=started)
+        assert server.stop() is False
+    finally:
+        server.stop()
+    assert server.stop_problem == "tritonserver ended by signal 11"
