@@ -221,7 +221,8 @@ class TritonServer:
         """Let running requests finish within the exit timeout, then end all processes.
 
         Models of this backend refuse new requests from the start, and at the timeout end those that
-        still run; both are answered UNAVAILABLE. Returns True if there was a server and nothing was cut short.
+        still run; both are answered UNAVAILABLE. Returns True if there was a server and nothing was
+        cut short.
         """
         is_clean = False
         if self._process is not None:
