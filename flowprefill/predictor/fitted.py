@@ -19,11 +19,12 @@ from flowprefill.predictor.pass_seconds import PassSeconds, RunningSum
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.speed import SpeedFactor
 from flowprefill.programs.slices import (
-    MIN_PRODUCT_ROWS,
     Group,
+    KeyTiles,
     Slice,
     SliceLimits,
     Span,
+    max_decode_keys,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -66,7 +67,8 @@ class FittedPredictor:
         profile: Profile, num_layers: int, limits: SliceLimits, granularity: Granularity
     ) -> FittedPredictor:
         """A predictor of what the profile showed."""
-        coefficients, choice = fit(profile.samples), fit_choice(profile.choices)
+        coefficients = fit(profile.samples, limits.key_tiles)
+        choice = fit_choice(profile.choices)
         return FittedPredictor(coefficients, num_layers, limits, granularity, choice)
 
     # ---- Predictor ----------------------------------------------------------------------------
@@ -111,9 +113,7 @@ class FittedPredictor:
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
         if not num_seqs:
             return 0.0
-        rows = Slice(Group.QKV, 0, num_seqs)
-        layer_s = self.profiled_s(rows) + self.profiled_s(Slice(Group.MLP, 0, num_seqs))
-        layer_s += self._decode_attention_s(num_seqs, num_context_tokens // num_seqs)
+        layer_s = self._decode_layer_s(num_seqs, num_context_tokens)
         logits_s = self.profiled_s(Slice(Group.LOGITS, 0, num_seqs))
         choice_s = self._choice[0] + self._choice[1] * num_seqs
         return self.speed_factor * (self._num_layers * layer_s + logits_s + choice_s)
@@ -129,7 +129,8 @@ class FittedPredictor:
         coefficients = self.coefficients.get(slice_kind(piece))
         if coefficients is None:  # a model of one layer has slices of the head's layer only
             return 0.0
-        seconds: float = sum(map(mul, coefficients, slice_features(piece)))
+        features = slice_features(piece, self._limits.key_tiles)
+        seconds: float = sum(map(mul, coefficients, features))
         return seconds
 
     def observe(self, busy_s: float, predicted_s: float) -> None:
@@ -153,9 +154,17 @@ class FittedPredictor:
         span = Span(index * size, (index + 1) * size)
         return self._passes.prefill_pass_s([span], is_final=False)
 
+    def _decode_layer_s(self, num_seqs: int, num_keys: int) -> float:
+        """One layer of a step over num_keys keys of all sequences, cut as plan_decode does."""
+        if num_keys <= max_decode_keys(self._limits):
+            return self.profiled_s(Slice(Group.LAYER, 0, num_seqs, num_keys=num_keys))
+        rows_s = self.profiled_s(Slice(Group.QKV, 0, num_seqs))
+        rows_s += self.profiled_s(Slice(Group.MLP, 0, num_seqs))
+        return rows_s + self._decode_attention_s(num_seqs, num_keys // num_seqs)
+
     def _decode_attention_s(self, num_seqs: int, num_keys: int) -> float:
         """Attention of one layer over num_keys keys of each sequence, cut as plan_decode does."""
-        max_keys = self._limits.attention_work // MIN_PRODUCT_ROWS
+        max_keys = max_decode_keys(self._limits)
         most = min(num_seqs, max(1, max_keys // num_keys) if num_keys else num_seqs)
         whole, rest = divmod(num_seqs, most)
         whole_s = self.profiled_s(Slice(Group.ATTENTION, 0, most, num_keys=most * num_keys))
@@ -163,7 +172,7 @@ class FittedPredictor:
         return whole * whole_s + (rest_s if rest else 0.0)
 
 
-def fit(samples: Iterable[tuple[Slice, float]]) -> dict[str, Coefficients]:
+def fit(samples: Iterable[tuple[Slice, float]], tiles: KeyTiles) -> dict[str, Coefficients]:
     """Least squares per slice kind over (slice, measured seconds); no coefficient is negative.
 
     Slices that took over three times their kind's fit (another process had the core) are left out
@@ -171,7 +180,8 @@ def fit(samples: Iterable[tuple[Slice, float]]) -> dict[str, Coefficients]:
     """
     by_kind: dict[str, list[tuple[Coefficients, float]]] = {}
     for piece, seconds in samples:
-        by_kind.setdefault(slice_kind(piece), []).append((slice_features(piece), seconds))
+        features = slice_features(piece, tiles)
+        by_kind.setdefault(slice_kind(piece), []).append((features, seconds))
     return {kind: _fit_kind(rows) for kind, rows in by_kind.items()}
 
 

@@ -23,7 +23,7 @@ from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.features import slice_features, slice_kind
 from flowprefill.predictor.profile import Profile
 from flowprefill.programs.program import Program, ProgramState, SequenceInput
-from flowprefill.programs.slices import Group, Slice, SliceLimits, Span
+from flowprefill.programs.slices import Group, Slice, SliceLimits, Span, max_decode_keys
 
 ROUNDS = 3
 PASS_S = 0.05
@@ -78,7 +78,7 @@ class Profiler:
         self.warm_up(max_tokens)
         passes: list[Callable[[bool], None]] = [
             *[partial(self._time_prefill, s) for s in prefill_spans(self._limits, max_tokens)],
-            *[partial(self._time_decode, c) for c in decode_batches(max_tokens)],
+            *[partial(self._time_decode, c) for c in decode_batches(self._limits, max_tokens)],
         ]
         for i, time_pass in enumerate(passes * ROUNDS):
             time_pass(i < len(passes))
@@ -119,7 +119,7 @@ class Profiler:
         left_s = PASS_S
         while not state.is_done:
             piece = state.next_slice
-            is_new_layer = piece.group is Group.QKV and piece.start == 0
+            is_new_layer = piece.group in (Group.QKV, Group.LAYER) and piece.start == 0
             if is_new_layer and left_s < 0 and not to_end:
                 break
             started_s = self._clock.now_s()
@@ -134,7 +134,7 @@ class Profiler:
         of a prefill; it counts only where it is the only one."""
         by_shape: dict[_Shape, list[tuple[Slice, float]]] = {}
         for piece, seconds in timed:
-            shape = slice_kind(piece), slice_features(piece)
+            shape = slice_kind(piece), slice_features(piece, self._limits.key_tiles)
             by_shape.setdefault(shape, []).append((piece, seconds))
         for shape, found in by_shape.items():
             usual = found[1:] or found
@@ -184,10 +184,14 @@ def prefill_spans(limits: SliceLimits, max_tokens: int) -> list[Span]:
     return list(dict.fromkeys(spans))
 
 
-def decode_batches(max_tokens: int) -> list[list[int]]:
+def decode_batches(limits: SliceLimits, max_tokens: int) -> list[list[int]]:
     """Cached tokens of each sequence, of the decode steps that are timed."""
     longest = max_tokens - 1
-    contexts = {n: (_SHORT_TOKENS, longest // n) for n in _DECODE_BATCHES}
+    contexts = {n: [_SHORT_TOKENS, longest // n] for n in _DECODE_BATCHES}
+    # so many keys that attention has slices of its own, one sequence and several
+    for n in _DECODE_BATCHES:
+        if n * longest > max_decode_keys(limits):
+            contexts[n] += [longest, max_decode_keys(limits) // n + 1]
     shapes = [(max(1, min(c, longest)), n) for n in _DECODE_BATCHES for c in contexts[n]]
     return [[context] * n for context, n in dict.fromkeys(shapes)]
 

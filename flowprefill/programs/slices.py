@@ -25,6 +25,7 @@ class Group(enum.Enum):
     QKV = "qkv"  # norm, qkv projection, rope, K and V into the cache
     ATTENTION = "attention"
     MLP = "mlp"  # output projection, residual, norm, gated MLP, residual
+    LAYER = "layer"  # of a decode step: all three, if its sequences have few keys
     HEAD = "head"  # of a prefill: the last layer and the logits, for each sequence's last row
     LOGITS = "logits"  # of a decode step
 
@@ -52,6 +53,34 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class KeyTiles:
+    """How attention cuts the keys: at some edges, then evenly."""
+
+    first_edges: tuple[int, ...]
+    """Ends of the first tiles; all later ones are as wide as `width`, from the last edge on."""
+    width: int
+
+    def end(self, num_keys: int) -> int:
+        """Keys of the tiles that cover positions 0..num_keys."""
+        for edge in self.first_edges:
+            if num_keys <= edge:
+                return edge if num_keys > 0 else 0
+        return -(-num_keys // self.width) * self.width
+
+    def start(self, position: int) -> int:
+        """Where the tile that holds `position` starts."""
+        if not self.first_edges or position >= self.first_edges[-1]:
+            return position // self.width * self.width
+        return max((edge for edge in self.first_edges if edge <= position), default=0)
+
+
+TORCH_KEY_TILES = KeyTiles((128, 512, 1024), 1024)
+"""Of ops/attention.py; a test holds them to it, which needs torch."""
+NATIVE_KEY_TILES = KeyTiles((), 64)
+"""Of native/src/attention.h."""
+
+
+@dataclass(frozen=True)
 class SliceLimits:
     """How many rows a slice may have, so that it lasts about max_slice."""
 
@@ -59,15 +88,21 @@ class SliceLimits:
     """Rows of a QKV or MLP slice; tile edges are its multiples in token positions."""
     attention_work: int
     """Query rows x keys of an attention slice."""
+    key_tiles: KeyTiles = TORCH_KEY_TILES
 
     @staticmethod
     def for_device(
-        spec: ModelSpec, max_slice_s: float, linear_flops: float, attention_flops: float
+        spec: ModelSpec,
+        max_slice_s: float,
+        linear_flops: float,
+        attention_flops: float,
+        key_tiles: KeyTiles = TORCH_KEY_TILES,
     ) -> SliceLimits:
         """From the class's rate (FLOP/s) in matrix products and in attention."""
         mlp_row = 2 * spec.hidden_size * (spec.q_size + 3 * spec.intermediate_size)
         rows = _floor_to(max_slice_s * linear_flops / mlp_row, 64, MAX_TILE_ROWS)
-        return SliceLimits(rows, int(max_slice_s * attention_flops / (4 * spec.q_size)))
+        work = int(max_slice_s * attention_flops / (4 * spec.q_size))
+        return SliceLimits(rows, work, key_tiles)
 
     def attention_rows(self, num_keys: int) -> int:
         """Query rows of an attention slice that reads up to num_keys keys."""
@@ -129,13 +164,22 @@ def plan_decode(contexts: Sequence[int], limits: SliceLimits) -> PassPlan:
     each slice, whatever the granularity of prefills.
     """
     rows = Slice(Group.QKV, 0, len(contexts), is_boundary=True)
-    layer = (rows, *_decode_attention_parts(contexts, limits), replace(rows, group=Group.MLP))
-    return PassPlan(layer, (*layer, replace(rows, group=Group.LOGITS)))
+    num_keys = sum(contexts)
+    if num_keys <= max_decode_keys(limits):
+        layer = replace(rows, group=Group.LAYER, num_keys=num_keys)
+        return PassPlan((layer,), (layer, replace(rows, group=Group.LOGITS)))
+    steps = (rows, *_decode_attention_parts(contexts, limits), replace(rows, group=Group.MLP))
+    return PassPlan(steps, (*steps, replace(rows, group=Group.LOGITS)))
+
+
+def max_decode_keys(limits: SliceLimits) -> int:
+    """Keys that the rows of one slice of a decode step read together."""
+    return limits.attention_work // MIN_PRODUCT_ROWS
 
 
 def _decode_attention_parts(contexts: Sequence[int], limits: SliceLimits) -> list[Slice]:
     """Cut the sequences so that the keys of one slice stay within limits; one sequence at least."""
-    max_keys = limits.attention_work // MIN_PRODUCT_ROWS
+    max_keys = max_decode_keys(limits)
     parts = [Slice(Group.ATTENTION, 0, 0, is_boundary=True)]
     for row, num_keys in enumerate(contexts):
         last = parts[-1]

@@ -128,7 +128,7 @@ def make_sequences(
 def kv(model: LoadedModel, sequence: Sequence) -> Tensor:
     """K and V of all tokens of a sequence in all layers."""
     slots = sequence.table.slots(0, len(sequence.tokens))
-    return torch.stack([t.flatten(1, 2)[:, slots] for t in (model.cache.k, model.cache.v)])
+    return model.cache.read(slots)
 
 
 def check(model: LoadedModel, lengths: list[int], granularities: list[str], seed: int) -> None:

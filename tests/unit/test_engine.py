@@ -349,7 +349,7 @@ def test_row_that_is_not_finite_fails_alone(model: Path) -> None:
     sick = urgent(2, 40)
     sick.prompt_token_ids[20] = poison
     with running(model) as h:
-        h.engine._model.program.embed[poison] = math.nan
+        h.engine._model.program.operators._embed[poison] = math.nan
         h.at_slice(0, lambda: h.submit(sick))
         h.submit(healthy[0])
         end = h.end(2)

@@ -130,7 +130,7 @@ class TestDtype:
     def test_weights_and_cache_have_the_dtype_asked_for(self, directory: Path, dtype: str) -> None:
         model = load(directory, dtype=dtype)
         expected = getattr(torch, dtype)
-        assert model.dtype == model.cache.k.dtype == model.program.embed.dtype == expected
+        assert model.dtype == model.cache.k.dtype == expected
 
     @pytest.mark.parametrize("has_bf16", [True, False])
     def test_auto_is_what_the_device_multiplies_natively(
@@ -175,10 +175,13 @@ def test_a_gguf_file_and_its_directory_give_the_same_logits(
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 48, 1024])
-def test_the_block_size_changes_no_logit(directory: Path, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "block_size"),
+    [*[("torch", n) for n in (1, 16, 48, 1024)], *[("native", n) for n in (16, 48, 1024)]],
+)
+def test_the_block_size_changes_no_logit(directory: Path, kernels: str, block_size: int) -> None:
     prompt = random_tokens(100)
-    model = load(directory, block_size=block_size)
+    model = load(directory, block_size=block_size, kernels=kernels)
     assert model.cache.block_size == block_size
-    expected = Runner(load(directory)).prefill(prompt)
+    expected = Runner(load(directory, kernels=kernels)).prefill(prompt)
     assert torch.equal(Runner(model).prefill(prompt), expected)

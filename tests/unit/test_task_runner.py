@@ -35,7 +35,7 @@ from tests.factories import TINY_VOCAB_SIZE, make_request, write_tiny_model
 from tests.unit.programs.runs import CPU, TILE, load_quietly
 
 BLOCK = 16
-PREFILL_S, STEP_S = 5, 7
+PREFILL_S, STEP_S = 5, 3
 """Slices, hence seconds, of a pass of the model of two layers."""
 QUEUE_TIMEOUT_S = 1000.0
 EOS_ID = TINY_VOCAB_SIZE - 1
@@ -77,8 +77,7 @@ class Bench:
             num_preemptions=lambda req_id: 0,
         )
         coefficients = {
-            kind: (1.0, 0.0, 0.0)
-            for kind in ("qkv", "attention", "decode_attention", "mlp", "head", "logits")
+            kind: (1.0, 0.0, 0.0) for kind in ("qkv", "attention", "mlp", "layer", "head", "logits")
         }
         predictor = FittedPredictor(coefficients, model.spec.num_layers, model.program.limits)
         self.passes = Passes(model.program, TILE, BLOCK, CPU, self)
@@ -248,7 +247,7 @@ def test_steps_end_with_the_first_that_ends_a_request(bench: Bench) -> None:
 def test_step_left_midway_gives_nothing_until_it_has_ended(bench: Bench) -> None:
     bench.stream(1)
     bench.stream(2)
-    bench.leave_at(12)
+    bench.leave_at(11)
     assert bench.runner.run(Decision(DecodeStep((1, 2)), max_steps=10), set()) == []
     assert len(bench.outputs) == 2
     bench.must_leave = False
@@ -308,7 +307,7 @@ def test_end_of_a_stream_beside_a_prefill_is_told_at_once(bench: Bench) -> None:
 def test_what_happens_in_a_step_beside_a_prefill_leaves_both(bench: Bench) -> None:
     bench.stream(1)
     bench.arrive(2)
-    bench.leave_at(PREFILL_S + 1 + 3)  # in the step's fourth slice
+    bench.leave_at(PREFILL_S + 1 + 1)  # in the step's second slice
     steps = paced(1, release_s=PREFILL_S + 1.0)
     assert bench.prefill(2, steps=steps) == [PrefillParked(2, remaining_s=4.0)]
     assert bench.passes.step is not None
@@ -324,9 +323,9 @@ def test_request_without_a_finite_logit_fails_alone_and_is_told(
     sick = bench.arrive(1)
     bench.arrive(2)
     poison = next(t for t in sick.prompt_token_ids if t not in bench.book.live[2].token_ids)
-    embed = model.program.embed.clone()
+    embed = model.program.operators._embed.clone()
     embed[poison] = float("nan")
-    monkeypatch.setattr(model.program, "embed", embed)
+    monkeypatch.setattr(model.program.operators, "_embed", embed)
     assert bench.prefill(1, 2) == [PrefillDone(1), Finished(1)]
     assert bench.outputs[0].error_code == "INTERNAL"
     assert bench.outputs[1].token_id is not None

@@ -177,21 +177,29 @@ class TestCpuDevice:
         assert CpuDevice(1).run(run_slice, 0.001) is answer
         assert len(calls) == 1
 
+    @pytest.mark.parametrize("is_native", [True, False])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_slices_grow_with_max_slice(self, dtype: torch.dtype) -> None:
+    def test_slices_grow_with_max_slice(self, dtype: torch.dtype, is_native: bool) -> None:
         device = CpuDevice(1)
-        short = device.slice_limits(make_spec(), dtype, 0.002)
-        long = device.slice_limits(make_spec(), dtype, 0.008)
+        short = device.slice_limits(make_spec(), dtype, 0.002, is_native)
+        long = device.slice_limits(make_spec(), dtype, 0.008, is_native)
         assert short.tile_rows < long.tile_rows
         assert short.attention_work * 4 == pytest.approx(long.attention_work, abs=4)
 
     def test_fp32_tiles_have_fewer_rows_than_bf16_tiles(self) -> None:
         device = CpuDevice(1)
         rows = [
-            device.slice_limits(make_spec(), dtype, MAX_SLICE_S).tile_rows
+            device.slice_limits(make_spec(), dtype, MAX_SLICE_S, True).tile_rows
             for dtype in (torch.float32, torch.bfloat16)
         ]
         assert rows[0] < rows[1]
+
+    def test_more_threads_take_more_rows(self) -> None:
+        one, four = (
+            CpuDevice(n).slice_limits(make_spec(), torch.bfloat16, MAX_SLICE_S, True)
+            for n in (1, 4)
+        )
+        assert one.tile_rows < four.tile_rows and one.attention_work < four.attention_work
 
 
 @pytest.mark.usefixtures("keep_threads")

@@ -29,6 +29,8 @@ from tests.unit.predictor.shapes import (
     true_s,
 )
 
+TILES = LIMITS.key_tiles
+
 
 def samples(disturb: Callable[[float], float], repeats: int = 5) -> list[tuple[Slice, float]]:
     return [(piece, disturb(true_s(piece))) for piece in all_shapes() for _ in range(repeats)]
@@ -36,7 +38,7 @@ def samples(disturb: Callable[[float], float], repeats: int = 5) -> list[tuple[S
 
 class TestFit:
     def test_exact_samples_give_the_coefficients(self) -> None:
-        found = fit(samples(lambda s: s))
+        found = fit(samples(lambda s: s), TILES)
         assert found.keys() == TRUTH.keys()
         for kind, expected in TRUTH.items():
             assert found[kind] == pytest.approx(expected, rel=1e-6, abs=1e-11), kind
@@ -49,7 +51,7 @@ class TestFit:
             stolen = 20.0 if draw.random() < 0.05 else 1.0  # another process had the core
             return seconds * draw.uniform(0.95, 1.05) * stolen
 
-        predictor = FittedPredictor(fit(samples(disturb, repeats=20)), NUM_LAYERS, LIMITS)
+        predictor = FittedPredictor(fit(samples(disturb, repeats=20), TILES), NUM_LAYERS, LIMITS)
         for piece in all_shapes():
             assert predictor.slice_s(piece) == pytest.approx(true_s(piece), rel=0.1), piece
 
@@ -61,11 +63,11 @@ class TestFit:
         measured = [
             (Slice(Group.ATTENTION, 0, n, sequence=0, num_keys=keys), s) for n, keys, s in rows
         ]
-        assert all(value >= 0 for values in fit(measured).values() for value in values)
+        assert all(value >= 0 for values in fit(measured, TILES).values() for value in values)
 
     def test_times_that_fall_with_size_are_fitted_by_a_constant(self) -> None:
         rows = (10, 20, 40, 80)
-        found = fit([(Slice(Group.MLP, 0, n), 1e-3 / n) for n in rows])["mlp"]
+        found = fit([(Slice(Group.MLP, 0, n), 1e-3 / n) for n in rows], TILES)["mlp"]
         assert found[0] > 0 and not any(found[1:])
 
     def test_a_device_that_is_flat_up_to_a_knee_is_followed(self) -> None:
@@ -73,12 +75,12 @@ class TestFit:
             return max(1e-3, num_rows * 1e-3 / 200)  # weights read, or arithmetic
 
         measured = [(Slice(Group.MLP, 0, n), seconds(n)) for n in (1, *(16 << i for i in range(8)))]
-        predictor = FittedPredictor(fit(measured), NUM_LAYERS, LIMITS)
+        predictor = FittedPredictor(fit(measured, TILES), NUM_LAYERS, LIMITS)
         for n in range(1, 2048, 11):
             assert predictor.slice_s(Slice(Group.MLP, 0, n)) == pytest.approx(seconds(n), rel=0.25)
 
     def test_kinds_are_fitted_apart(self) -> None:
-        found = fit([(Slice(Group.QKV, 0, 8), 1e-3), (Slice(Group.MLP, 0, 8), 2e-3)])
+        found = fit([(Slice(Group.QKV, 0, 8), 1e-3), (Slice(Group.MLP, 0, 8), 2e-3)], TILES)
         predictor = FittedPredictor(found, NUM_LAYERS, LIMITS)
         assert predictor.slice_s(Slice(Group.QKV, 0, 8)) == pytest.approx(1e-3)
         assert predictor.slice_s(Slice(Group.MLP, 0, 8)) == pytest.approx(2e-3)

@@ -15,7 +15,7 @@ from flowprefill.clock import VirtualClock
 from flowprefill.granularity import Granularity
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel
-from flowprefill.predictor.features import slice_features, slice_kind
+from flowprefill.predictor.features import FEATURE_NAMES, slice_features, slice_kind
 from flowprefill.predictor.fitted import FittedPredictor, fit
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profiler import (
@@ -26,11 +26,12 @@ from flowprefill.predictor.profiler import (
     prefill_spans,
 )
 from flowprefill.programs.program import Program, ProgramState, SequenceInput
-from flowprefill.programs.slices import Group, Slice, SliceLimits
+from flowprefill.programs.slices import Group, Slice, SliceLimits, max_decode_keys
 from tests.factories import write_tiny_model
 from tests.unit.programs.runs import load_quietly
 
 LIMITS = SliceLimits(tile_rows=64, attention_work=64 * 128)
+TILES = LIMITS.key_tiles
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +127,8 @@ def test_every_kind_of_slice_is_timed_in_several_sizes(directory: Path) -> None:
     shapes: dict[str, set[tuple[float, ...]]] = {}
     for piece, seconds in profile.samples:
         assert seconds == pytest.approx(1e-4)
-        shapes.setdefault(slice_kind(piece), set()).add(slice_features(piece))
-    assert shapes.keys() == {"qkv", "attention", "decode_attention", "mlp", "head", "logits"}
+        shapes.setdefault(slice_kind(piece), set()).add(slice_features(piece, TILES))
+    assert shapes.keys() == FEATURE_NAMES.keys()
     assert all(len(sizes) > 2 for sizes in shapes.values())
     assert len(profile.samples) == sum(map(len, shapes.values())), "a shape is there twice"
 
@@ -146,7 +147,9 @@ def test_a_slow_device_runs_one_layer_of_most_passes(tmp_path: Path) -> None:
     quick_run = Run(model)
     complete = quick_run.profile(512)
     assert len(run.pieces) < len(quick_run.pieces) / 2
-    shapes, all_of_them = ({slice_features(s) for s, _ in p.samples} for p in (profile, complete))
+    shapes, all_of_them = (
+        {slice_features(s, TILES) for s, _ in p.samples} for p in (profile, complete)
+    )
     missed = all_of_them - shapes
     assert all(len(features) == 2 for features in missed), "more than ends of long passes"
 
@@ -169,7 +172,7 @@ def test_the_first_slice_of_a_shape_in_a_pass_is_left_out(directory: Path) -> No
     seen: set[tuple[str, tuple[float, ...]]] = set()
 
     def seconds(piece: Slice) -> float:
-        shape = slice_kind(piece), slice_features(piece)
+        shape = slice_kind(piece), slice_features(piece, TILES)
         if piece.group is Group.QKV and piece.start == 0 and run.is_new_pass:
             seen.clear()
         is_first = shape not in seen
@@ -177,7 +180,7 @@ def test_the_first_slice_of_a_shape_in_a_pass_is_left_out(directory: Path) -> No
         return 3e-4 if is_first else 1e-4  # what is cold
 
     run = Run(load_quietly(directory, limits=LIMITS), seconds=seconds)
-    layers = {"qkv", "attention", "decode_attention", "mlp"}
+    layers = {"qkv", "attention", "decode_attention", "mlp", "layer"}
     for piece, found in run.profile(512).samples:
         if slice_kind(piece) in layers:
             assert found == pytest.approx(1e-4), piece
@@ -240,7 +243,7 @@ def test_passes_reach_to_the_longest_context_in_pieces_of_a_tile(
     assert max(span.end for span in spans) == max_tokens - 1
     assert all(0 <= s.start < s.end and s.end - s.start <= limits.tile_rows for s in spans)
     assert any(s.end - s.start == min(limits.tile_rows, max_tokens - 1) for s in spans)
-    batches = decode_batches(max_tokens)
+    batches = decode_batches(limits, max_tokens)
     assert max(batch[0] for batch in batches) == max_tokens - 1
     assert all(1 <= n < max_tokens for batch in batches for n in batch)
 
@@ -248,10 +251,13 @@ def test_passes_reach_to_the_longest_context_in_pieces_of_a_tile(
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_fit_of_a_profile_predicts_passes(tmp_path: Path, num_layers: int) -> None:
     model = load_quietly(write_tiny_model(tmp_path, num_layers=num_layers), limits=LIMITS)
-    predictor = FittedPredictor(fit(Run(model).profile(512).samples), num_layers, LIMITS)
+    found = fit(Run(model).profile(512).samples, TILES)
+    predictor = FittedPredictor(found, num_layers, LIMITS)
     # a prompt of two tiles: three slices for each in a full layer, then two and the head
     assert predictor.prefill_s(128) == pytest.approx(1e-4 * (6 * (num_layers - 1) + 3))
-    assert predictor.decode_step_s(2, 100) == pytest.approx(1e-4 * (3 * num_layers + 1))
+    assert predictor.decode_step_s(2, 100) == pytest.approx(1e-4 * (num_layers + 1))
+    many = max_decode_keys(LIMITS) + 1
+    assert predictor.decode_step_s(2, many) == pytest.approx(1e-4 * (3 * num_layers + 1))
 
 
 def test_every_pass_is_timed_in_several_rounds(directory: Path) -> None:

@@ -93,5 +93,4 @@ class Runner:
     def kv(self, num_tokens: int, sequence: int = 0) -> Tensor:
         """K and V of the first tokens of a sequence in all layers."""
         slots = self.tables[sequence].slots(0, num_tokens)
-        cache = self.model.cache
-        return torch.stack([t.flatten(1, 2)[:, slots] for t in (cache.k, cache.v)])
+        return self.model.cache.read(slots)

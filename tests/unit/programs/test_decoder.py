@@ -163,7 +163,19 @@ class TestBoundaries:
         answers = []
         while not state.is_done:
             answers.append(state.run_slice())
-        assert answers == [True] * 9 + [False]  # three of each layer, then the logits
+        assert answers == [True] * 3 + [False]  # each layer, then the logits
+
+    def test_decode_step_of_many_keys_is_left_within_its_layers(self, llama: Runner) -> None:
+        for sequence in (0, 1):
+            llama.prefill(random_tokens(300), WHOLE, sequence=sequence)
+        inputs = [llama.input([1], 300, sequence) for sequence in (0, 1)]
+        state = llama.program.decode(inputs)
+        answers = []
+        while not state.is_done:
+            answers.append(state.run_slice())
+        assert answers == [True] * 4 * 3 + [False]  # attention of each sequence is a slice
+        alone = [llama.decode(1, 300, sequence) for sequence in (0, 1)]
+        assert torch.equal(state.logits, torch.stack(alone))
 
 
 class TestRemaining:
@@ -172,9 +184,14 @@ class TestRemaining:
     @staticmethod
     def cost(piece: Slice) -> float:
         # exact in binary, different for each group
-        weight = {Group.QKV: 1, Group.ATTENTION: 2, Group.MLP: 4, Group.HEAD: 8, Group.LOGITS: 16}[
-            piece.group
-        ]
+        weight = {
+            Group.QKV: 1,
+            Group.ATTENTION: 2,
+            Group.MLP: 4,
+            Group.HEAD: 8,
+            Group.LOGITS: 16,
+            Group.LAYER: 32,
+        }[piece.group]
         return weight + piece.num_rows / 2 + piece.num_keys / 4
 
     @pytest.mark.parametrize("granularity", ["whole", *GRANULARITIES])

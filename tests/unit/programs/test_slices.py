@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowprefill.granularity import Granularity
@@ -20,6 +20,7 @@ from flowprefill.programs.slices import (
     Slice,
     SliceLimits,
     Span,
+    max_decode_keys,
     plan_decode,
     plan_prefill,
 )
@@ -245,6 +246,7 @@ class TestBoundaries:
 class TestDecode:
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_step_has_one_row_for_each_sequence(self, contexts) -> None:
+        assume(sum(contexts) > max_decode_keys(LIMITS))
         plan = plan_decode(contexts, LIMITS)
         qkv, *attention, mlp = plan.layer
         *last, logits = plan.last_layer
@@ -257,9 +259,17 @@ class TestDecode:
 
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_attention_of_a_step_is_cut_at_the_work_of_a_slice(self, contexts) -> None:
-        parts = groups(plan_decode(contexts, LIMITS).layer, Group.ATTENTION)
+        parts = [s for s in plan_decode(contexts, LIMITS).layer if s.num_keys]
         work = LIMITS.attention_work
         assert all(s.num_rows == 1 or s.num_keys * MIN_PRODUCT_ROWS <= work for s in parts)
+
+    def test_a_layer_of_few_keys_is_one_slice(self) -> None:
+        most = max_decode_keys(LIMITS)
+        plan = plan_decode([most - 5, 5], LIMITS)
+        (layer,) = plan.layer
+        assert layer == Slice(Group.LAYER, 0, 2, num_keys=most, is_boundary=True)
+        assert plan.last_layer == (layer, Slice(Group.LOGITS, 0, 2, is_boundary=True))
+        assert len(plan_decode([most - 5, 6], LIMITS).layer) > 1
 
     def test_a_lone_row_costs_what_attention_pads_it_to(self) -> None:
         assert MIN_PRODUCT_ROWS == attention._MIN_ROWS

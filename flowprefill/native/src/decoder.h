@@ -1,0 +1,433 @@
+// One decoder layer of the Llama kind, in the steps that slices are made of.
+//
+// Each step is shared among the members of a Team. Many rows: each thread takes blocks of rows and
+// walks through all steps alone, in its own cache. Few rows: all threads share the panels of each
+// product. A row's bits are the same either way (product.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+#include "team.h"
+
+namespace flowprefill {
+
+// Shape of a model; matches flowprefill/native/kernels.py.
+struct ModelShape {
+  int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, block_size;
+  float eps, query_scale;
+  const float* cos;  // [max_len][head_dim]
+  const float* sin;  // the same; the first half is negated
+};
+
+// One layer's weights and cache. Products are packed in panels; norms and biases are fp32.
+struct LayerPointers {
+  const float* input_norm;
+  const Word* qkv;
+  const float* qkv_bias;  // or null
+  const float* q_norm;    // or null
+  const float* k_norm;    // or null
+  const Word* o_proj;
+  const float* post_norm;
+  const Word* gate_up;  // panels of gate and up alternate
+  const Word* down;
+  Word* k_cache;  // [16 tokens][kv head][words of head_dim][16 tokens]
+  Word* v_cache;  // [16 tokens][kv head][16 dims][words of 16 tokens][16 dims]
+};
+
+// Memory that grows to what is asked for.
+template <class X>
+class Buffer {
+ public:
+  X* take(size_t count) {
+    if (size_ < count) {
+      size_ = count;
+      memory_.reset(static_cast<X*>(std::aligned_alloc(64, (count * sizeof(X) + 63) / 64 * 64)));
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(X* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<X, Free> memory_;
+  size_t size_ = 0;
+};
+
+// What the steps of one thread, or of a team, hand each other.
+struct Scratch {
+  Buffer<float> sums;
+  Buffer<Word> normed, activations;
+  Buffer<LineState> states;
+};
+
+template <class T>
+class Decoder {
+ public:
+  using Element = typename T::Element;
+
+  Decoder(const ModelShape& shape, int num_threads)
+      : shape_(shape), threads_(num_threads), own_(num_threads) {}
+
+  // Rows of the residual stream -> queries, and K and V into the cache.
+  void qkv(const LayerPointers& layer, const Element* hidden, Element* q, const int64_t* positions,
+           const int64_t* slots, int num_rows) {
+    const Rows rows{hidden, q, positions, slots, num_rows};
+    by_rows_or_panels(num_rows, [&](Team& team, Scratch& shared, int start, int count) {
+      const float* sums = project(team, shared, layer, rows, start, count);
+      team.wait();
+      team.split(count, [&](int r) {
+        for (int head = 0; head < shape_.num_kv_heads; ++head)
+          finish_head(layer, rows, start + r, head, sums + offset(r, qkv_size()));
+      });
+    });
+  }
+
+  // Queries -> attention output, in place, of num_rows rows of each of num_seqs sequences.
+  void attention(const LayerPointers& layer, Element* q, const int64_t* const* tables,
+                 const int64_t* first, int num_seqs, int num_rows) {
+    threads_.run([&](int member) {
+      Team team(threads_, member);
+      attend(team, layer, q, tables, first, num_seqs, num_rows, [](int, int) {});
+    });
+  }
+
+  // Attention output and residual stream -> residual stream behind the layer, in place.
+  void mlp(const LayerPointers& layer, Element* hidden, const Element* attended, int num_rows) {
+    by_rows_or_panels(num_rows, [&](Team& team, Scratch& shared, int start, int count) {
+      feed_forward(team, shared, layer, hidden + offset(start, shape_.hidden),
+                   attended + offset(start, q_size()), count);
+    });
+  }
+
+  // One whole layer of a decode step: a row of each sequence.
+  void layer(const LayerPointers& layer, Element* hidden, Element* q, const int64_t* positions,
+             const int64_t* slots, const int64_t* const* tables, const int64_t* first,
+             int num_seqs) {
+    const Rows rows{hidden, q, positions, slots, num_seqs};
+    prepare(shared_, num_seqs);
+    threads_.run([&](int member) {
+      Team team(threads_, member);
+      float* sums = project(team, shared_, layer, rows, 0, num_seqs);
+      team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
+      attend(team, layer, q, tables, first, num_seqs, 1, [&](int seq, int head) {
+        finish_head(layer, rows, seq, head, sums + offset(seq, qkv_size()));
+      });
+      team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
+      feed_forward(team, shared_, layer, hidden, q, num_seqs);
+    });
+  }
+
+  // Residual stream -> logits [num_rows][vocab] fp32.
+  void logits(const float* norm, const Word* lm_head, int vocab, const Element* hidden,
+              int num_rows, float* out) {
+    prepare(shared_, num_rows);
+    threads_.run([&](int member) {
+      Team team(threads_, member);
+      const Word* normed = norm_rows(team, shared_, hidden, norm, num_rows);
+      const int num_panels = (vocab + LANES - 1) / LANES;
+      multiply_shared(team, normed, num_rows, shape_.hidden, lm_head, num_panels,
+                      [&](const SumTile& tile, int row, int count, int panel, int panels) {
+        for (int r = 0; r < count; ++r)
+          for (int j = 0; j < panels; ++j) {
+            const int column = (panel + j) * LANES;
+            _mm512_mask_storeu_ps(out + static_cast<size_t>(row + r) * vocab + column,
+                                  first_lanes(vocab - column), tile.vec(r, j));
+          }
+      });
+    });
+  }
+
+ private:
+  static constexpr int P = T::PER_WORD;
+  static constexpr int MIN_ROWS_EACH = 24;  // rows of a thread that are worth working alone
+  static constexpr int MAX_BLOCK_ROWS = 96;
+  static constexpr int BLOCK_BYTES = 512 << 10;  // of what one thread's steps hand each other
+  static constexpr int ATTENTION_ROWS = 32;
+  static constexpr int REPEATED_ROWS = 16;  // rows whose norms are quicker repeated than waited for
+
+  struct Rows {
+    const Element* hidden;
+    Element* q;
+    const int64_t* positions;
+    const int64_t* slots;
+    int num_rows;
+  };
+
+  int q_size() const { return shape_.num_heads * shape_.head_dim; }
+  int kv_size() const { return shape_.num_kv_heads * shape_.head_dim; }
+  int qkv_size() const { return q_size() + 2 * kv_size(); }
+  static size_t words(int elements) { return elements / P; }
+  static size_t offset(int row, int width) { return static_cast<size_t>(row) * width; }
+
+  // Take the memory that several threads will share before they start.
+  void prepare(Scratch& scratch, int num_rows) {
+    scratch.sums.take(offset(num_rows, std::max(qkv_size(), shape_.hidden)));
+    scratch.normed.take(words(shape_.hidden) * num_rows);
+    scratch.activations.take(words(shape_.intermediate) * num_rows);
+  }
+
+  // work(team, shared, start, count): all rows by all threads, or blocks of rows by each alone.
+  template <class Work>
+  void by_rows_or_panels(int num_rows, const Work& work) {
+    if (num_rows < MIN_ROWS_EACH * threads_.size()) {
+      prepare(shared_, num_rows);
+      threads_.run([&](int member) {
+        Team team(threads_, member);
+        work(team, shared_, 0, num_rows);
+      });
+      return;
+    }
+    const int rows = block_rows(num_rows);
+    threads_.run([&](int member) {
+      Team(threads_, member).split((num_rows + rows - 1) / rows, [&](int block) {
+        Team alone;
+        const int start = block * rows;
+        prepare(own_[member], rows);
+        work(alone, own_[member], start, std::min(rows, num_rows - start));
+      });
+    });
+  }
+
+  // Rows of a block: few enough for the cache, and the blocks a multiple of the threads.
+  int block_rows(int num_rows) const {
+    const int element = sizeof(Element);
+    const int row_bytes = shape_.hidden * (4 + element) + shape_.intermediate * element;
+    const int most = std::clamp(BLOCK_BYTES / row_bytes, MIN_ROWS_EACH, MAX_BLOCK_ROWS);
+    int num_blocks = (num_rows + most - 1) / most;
+    num_blocks = (num_blocks + threads_.size() - 1) / threads_.size() * threads_.size();
+    return (num_rows + num_blocks - 1) / num_blocks;
+  }
+
+  // Pairs of panels that each member takes first, in one run; the others go to whoever is free.
+  int first_pairs(const Team& team, int num_pairs) const {
+    return team.is_alone() ? num_pairs : num_pairs * 3 / (4 * threads_.size());
+  }
+
+  template <class Use>
+  void multiply_shared(Team& team, const Word* a, int num_rows, int inner, const Word* b,
+                       int num_panels, const Use& use) {
+    const int num_pairs = (num_panels + 1) / 2, run = first_pairs(team, num_pairs);
+    const int num_runs = team.is_alone() ? 1 : threads_.size();
+    team.split(num_runs + num_pairs - num_runs * run, [&](int i) {
+      const int first = i < num_runs ? i * run : num_runs * run + i - num_runs;
+      const int end = i < num_runs ? first + run : first + 1;
+      multiply<T>(a, num_rows, static_cast<int>(words(inner)), b, 2 * first,
+                  std::min(2 * end, num_panels), use);
+    });
+  }
+
+  // Where this member's share of a product to come begins.
+  Ahead first_panels(const Team& team, const Word* b, int inner, int num_panels) const {
+    const size_t pair = words(inner) * PAIR;
+    const int run = first_pairs(team, (num_panels + 1) / 2);
+    return {b + team.member() * run * pair, run * pair * sizeof(Word)};
+  }
+
+  template <class Source>
+  Vec load(const Source* from) const {
+    if constexpr (std::is_same_v<Source, float>) return _mm512_loadu_ps(from);
+    else return T::load(from, 0xffff);
+  }
+
+  // x / rms(x) * weight of each row.
+  template <class Source>
+  const Word* norm_rows(Team& team, Scratch& shared, const Source* x, const float* weight,
+                        int count) {
+    const size_t width = words(shape_.hidden);
+    if (team.is_alone() || count > REPEATED_ROWS) {
+      Word* out = shared.normed.take(width * count);
+      team.split(count, [&](int r) { norm_row(x + offset(r, shape_.hidden), weight, out + width * r); });
+      team.wait();
+      return out;
+    }
+    Word* out = own_[team.member()].normed.take(width * count);
+    for (int r = 0; r < count; ++r) norm_row(x + offset(r, shape_.hidden), weight, out + width * r);
+    return out;
+  }
+
+  template <class Source>
+  void norm_row(const Source* x, const float* weight, Word* out) const {
+    Vec squares = _mm512_setzero_ps();
+    for (int i = 0; i < shape_.hidden; i += LANES) {
+      const Vec v = load(x + i);
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    const float mean = _mm512_reduce_add_ps(squares) / shape_.hidden;
+    const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(mean + shape_.eps));
+    auto* to = reinterpret_cast<Element*>(out);
+    for (int i = 0; i < shape_.hidden; i += LANES) {
+      const Vec v = _mm512_mul_ps(load(x + i), scale);
+      T::store(to + i, 0xffff, _mm512_mul_ps(v, _mm512_loadu_ps(weight + i)));
+    }
+  }
+
+  // Norm and qkv product: [count][qkv_size].
+  float* project(Team& team, Scratch& shared, const LayerPointers& layer, const Rows& rows,
+                 int start, int count) {
+    float* sums = shared.sums.take(offset(count, qkv_size()));
+    const Element* hidden = rows.hidden + offset(start, shape_.hidden);
+    const Word* normed = norm_rows(team, shared, hidden, layer.input_norm, count);
+    multiply_shared(team, normed, count, shape_.hidden, layer.qkv, qkv_size() / LANES,
+                    [&](const SumTile& tile, int row, int num_rows, int panel, int panels) {
+      for (int r = 0; r < num_rows; ++r)
+        for (int j = 0; j < panels; ++j) {
+          const int column = (panel + j) * LANES;
+          Vec v = tile.vec(r, j);
+          if (layer.qkv_bias) v = _mm512_add_ps(v, _mm512_loadu_ps(layer.qkv_bias + column));
+          _mm512_storeu_ps(sums + offset(row + r, qkv_size()) + column, v);
+        }
+    });
+    return sums;
+  }
+
+  // Of one row: norm and rotation of a KV head and the heads that share it, and where they go.
+  void finish_head(const LayerPointers& layer, const Rows& rows, int row, int kv_head,
+                   const float* sums) const {
+    const int dim = shape_.head_dim, group = shape_.num_heads / shape_.num_kv_heads;
+    const int64_t position = rows.positions[row], slot = rows.slots[row];
+    alignas(64) float x[MAX_HEAD_DIM];
+    const Vec scale = _mm512_set1_ps(shape_.query_scale);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      rotate_head(sums + head * dim, layer.q_norm, position, x);
+      Element* to = rows.q + offset(row, q_size()) + head * dim;
+      for (int i = 0; i < dim; i += LANES)
+        T::store(to + i, 0xffff, _mm512_mul_ps(_mm512_load_ps(x + i), scale));
+    }
+    const size_t block_words = words(dim) * LANES;
+    const size_t block = (slot / LANES * shape_.num_kv_heads + kv_head) * block_words;
+    const float* k = sums + q_size() + kv_head * dim;
+    rotate_head(k, layer.k_norm, position, x);
+    store_k(x, layer.k_cache + block, slot % LANES);
+    // V of the next token shares words with this one's: clear it, unless this call writes it
+    const bool has_next = row + 1 < rows.num_rows && rows.slots[row + 1] == slot + 1;
+    store_v(k + kv_size(), layer.v_cache + block, slot % LANES, !has_next);
+  }
+
+  void rotate_head(const float* from, const float* norm, int64_t position, float* x) const {
+    const int dim = shape_.head_dim, half = dim / 2;
+    std::copy_n(from, dim, x);
+    if (norm) {
+      Vec squares = _mm512_setzero_ps();
+      for (int i = 0; i < dim; i += LANES) {
+        const Vec v = _mm512_load_ps(x + i);
+        squares = _mm512_fmadd_ps(v, v, squares);
+      }
+      const float mean = _mm512_reduce_add_ps(squares) / dim;
+      const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(mean + shape_.eps));
+      for (int i = 0; i < dim; i += LANES) {
+        const Vec v = _mm512_mul_ps(_mm512_load_ps(x + i), scale);
+        _mm512_store_ps(x + i, _mm512_mul_ps(v, _mm512_loadu_ps(norm + i)));
+      }
+    }
+    const float* cos = shape_.cos + position * dim;
+    const float* sin = shape_.sin + position * dim + half;
+    for (int i = 0; i < half; i += LANES) {
+      const __mmask16 lanes = first_lanes(half - i);
+      const Vec a = _mm512_maskz_loadu_ps(lanes, x + i);
+      const Vec b = _mm512_maskz_loadu_ps(lanes, x + half + i);
+      const Vec c = _mm512_maskz_loadu_ps(lanes, cos + i);
+      const Vec s = _mm512_maskz_loadu_ps(lanes, sin + i);
+      _mm512_mask_storeu_ps(x + i, lanes, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
+      _mm512_mask_storeu_ps(x + half + i, lanes, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+    }
+  }
+
+  void store_k(const float* x, Word* block, int token) const {
+    alignas(64) Element row[MAX_HEAD_DIM];
+    for (int i = 0; i < shape_.head_dim; i += LANES)
+      T::store(row + i, 0xffff, _mm512_load_ps(x + i));
+    for (size_t w = 0; w < words(shape_.head_dim); ++w)
+      std::memcpy(block + w * LANES + token, row + w * P, sizeof(Word));
+  }
+
+  void store_v(const float* x, Word* block, int token, bool clears_next) const {
+    alignas(64) Element row[LANES];
+    for (int d = 0; d < shape_.head_dim; d += LANES) {
+      T::store(row, 0xffff, _mm512_loadu_ps(x + d));
+      const size_t panel = d / LANES * (LANES / P) + token / P;
+      auto* to = reinterpret_cast<Element*>(block + panel * LANES) + token % P;
+      for (int i = 0; i < LANES; ++i) to[i * P] = row[i];
+      if (token % P + 1 < P && clears_next)
+        for (int i = 0; i < LANES; ++i) to[i * P + 1] = 0;
+    }
+  }
+
+  // before(seq, kv head) is called first by whoever works on them.
+  template <class Before>
+  void attend(Team& team, const LayerPointers& layer, Element* q, const int64_t* const* tables,
+              const int64_t* first, int num_seqs, int num_rows, const Before& before) {
+    const int group = shape_.num_heads / shape_.num_kv_heads;
+    const int head_words = static_cast<int>(words(shape_.head_dim));
+    const LayerCache cache{layer.k_cache, layer.v_cache, shape_.num_kv_heads, head_words,
+                           head_words * LANES, shape_.block_size / LANES};
+    const int rows_each = std::min(num_rows, ATTENTION_ROWS);
+    const int num_parts = (num_rows + rows_each - 1) / rows_each;
+    const int per_seq = num_parts * shape_.num_kv_heads;
+    LineState* states = own_[team.member()].states.take(offset(rows_each, group));
+    team.split(num_seqs * per_seq, [&](int i) {
+      const int seq = i / per_seq, head = i % shape_.num_kv_heads;
+      // the last rows first: they read the most keys
+      const int part = num_parts - 1 - i % per_seq / shape_.num_kv_heads;
+      const int start = part * rows_each, count = std::min(rows_each, num_rows - start);
+      before(seq, head);
+      const Queries queries{reinterpret_cast<Word*>(q + offset(seq * num_rows, q_size())),
+                            static_cast<long>(words(q_size())), first[seq], tables[seq]};
+      if (shape_.head_dim == 64)
+        HeadAttention<T, 64 / P>(cache, queries, head, group).run(start, count, states);
+      else
+        HeadAttention<T, 0>(cache, queries, head, group).run(start, count, states);
+    });
+  }
+
+  void feed_forward(Team& team, Scratch& shared, const LayerPointers& layer, Element* hidden,
+                    const Element* attended, int count) {
+    const int width = shape_.hidden, inner = shape_.intermediate;
+    float* residual = shared.sums.take(offset(count, width));
+    multiply_shared(team, reinterpret_cast<const Word*>(attended), count, q_size(), layer.o_proj,
+                    width / LANES,
+                    [&](const SumTile& tile, int row, int num_rows, int panel, int panels) {
+      for (int r = 0; r < num_rows; ++r)
+        for (int j = 0; j < panels; ++j) {
+          const size_t at = offset(row + r, width) + (panel + j) * LANES;
+          _mm512_storeu_ps(residual + at, _mm512_add_ps(load(hidden + at), tile.vec(r, j)));
+        }
+    });
+    team.wait(first_panels(team, layer.gate_up, width, 2 * inner / LANES));
+    const Word* normed = norm_rows(team, shared, residual, layer.post_norm, count);
+    Word* activations = shared.activations.take(words(inner) * count);
+    auto* activated = reinterpret_cast<Element*>(activations);
+    multiply_shared(team, normed, count, width, layer.gate_up, 2 * inner / LANES,
+                    [&](const SumTile& tile, int row, int num_rows, int panel, int panels) {
+      for (int r = 0; r < num_rows; ++r)
+        for (int j = 0; j < panels; j += 2) {
+          const Vec v = _mm512_mul_ps(silu(tile.vec(r, j)), tile.vec(r, j + 1));
+          T::store(activated + offset(row + r, inner) + (panel + j) / 2 * LANES, 0xffff, v);
+        }
+    });
+    team.wait(first_panels(team, layer.down, inner, width / LANES));
+    multiply_shared(team, activations, count, inner, layer.down, width / LANES,
+                    [&](const SumTile& tile, int row, int num_rows, int panel, int panels) {
+      for (int r = 0; r < num_rows; ++r)
+        for (int j = 0; j < panels; ++j) {
+          const size_t at = offset(row + r, width) + (panel + j) * LANES;
+          const Vec v = _mm512_add_ps(_mm512_loadu_ps(residual + at), tile.vec(r, j));
+          T::store(hidden + at, 0xffff, v);
+        }
+    });
+  }
+
+  const ModelShape shape_;
+  Threads threads_;
+  std::vector<Scratch> own_;  // of each thread
+  Scratch shared_;
+};
+
+}  // namespace flowprefill

@@ -1,0 +1,100 @@
+// The functions that Python calls (flowprefill/native/kernels.py). Pointers are trusted.
+
+#include <cstdlib>
+#include <cstring>
+
+#include "decoder.h"
+
+namespace flowprefill {
+
+class AnyDecoder {
+ public:
+  virtual ~AnyDecoder() = default;
+  virtual void qkv(const LayerPointers&, const void* hidden, void* q, const int64_t* positions,
+                   const int64_t* slots, int num_rows) = 0;
+  virtual void attention(const LayerPointers&, void* q, const int64_t* const* tables,
+                         const int64_t* first, int num_seqs, int num_rows) = 0;
+  virtual void mlp(const LayerPointers&, void* hidden, const void* attended, int num_rows) = 0;
+  virtual void layer(const LayerPointers&, void* hidden, void* q, const int64_t* positions,
+                     const int64_t* slots, const int64_t* const* tables, const int64_t* first,
+                     int num_seqs) = 0;
+  virtual void logits(const float* norm, const Word* lm_head, int vocab, const void* hidden,
+                      int num_rows, float* out) = 0;
+};
+
+template <class T>
+class DecoderOf final : public AnyDecoder {
+ public:
+  DecoderOf(const ModelShape& shape, int num_threads) : decoder_(shape, num_threads) {}
+  void qkv(const LayerPointers& layer, const void* hidden, void* q, const int64_t* positions,
+           const int64_t* slots, int num_rows) override {
+    decoder_.qkv(layer, in(hidden), out(q), positions, slots, num_rows);
+  }
+  void attention(const LayerPointers& layer, void* q, const int64_t* const* tables,
+                 const int64_t* first, int num_seqs, int num_rows) override {
+    decoder_.attention(layer, out(q), tables, first, num_seqs, num_rows);
+  }
+  void mlp(const LayerPointers& layer, void* hidden, const void* attended, int num_rows) override {
+    decoder_.mlp(layer, out(hidden), in(attended), num_rows);
+  }
+  void layer(const LayerPointers& layer, void* hidden, void* q, const int64_t* positions,
+             const int64_t* slots, const int64_t* const* tables, const int64_t* first,
+             int num_seqs) override {
+    decoder_.layer(layer, out(hidden), out(q), positions, slots, tables, first, num_seqs);
+  }
+  void logits(const float* norm, const Word* lm_head, int vocab, const void* hidden, int num_rows,
+              float* result) override {
+    decoder_.logits(norm, lm_head, vocab, in(hidden), num_rows, result);
+  }
+
+ private:
+  using Element = typename T::Element;
+  static const Element* in(const void* p) { return static_cast<const Element*>(p); }
+  static Element* out(void* p) { return static_cast<Element*>(p); }
+  Decoder<T> decoder_;
+};
+
+}  // namespace flowprefill
+
+using flowprefill::AnyDecoder;
+using flowprefill::LayerPointers;
+using flowprefill::ModelShape;
+using flowprefill::Word;
+
+extern "C" {
+
+AnyDecoder* flowprefill_open(const ModelShape* shape, int is_bf16, int num_threads) {
+  if (is_bf16) return new flowprefill::DecoderOf<flowprefill::Bf16>(*shape, num_threads);
+  return new flowprefill::DecoderOf<flowprefill::Fp32>(*shape, num_threads);
+}
+
+void flowprefill_close(AnyDecoder* decoder) { delete decoder; }
+
+void flowprefill_qkv(AnyDecoder* decoder, const LayerPointers* layer, const void* hidden, void* q,
+                     const int64_t* positions, const int64_t* slots, int num_rows) {
+  decoder->qkv(*layer, hidden, q, positions, slots, num_rows);
+}
+
+void flowprefill_attention(AnyDecoder* decoder, const LayerPointers* layer, void* q,
+                           const int64_t* const* tables, const int64_t* first, int num_seqs,
+                           int num_rows) {
+  decoder->attention(*layer, q, tables, first, num_seqs, num_rows);
+}
+
+void flowprefill_mlp(AnyDecoder* decoder, const LayerPointers* layer, void* hidden,
+                     const void* attended, int num_rows) {
+  decoder->mlp(*layer, hidden, attended, num_rows);
+}
+
+void flowprefill_layer(AnyDecoder* decoder, const LayerPointers* layer, void* hidden, void* q,
+                       const int64_t* positions, const int64_t* slots,
+                       const int64_t* const* tables, const int64_t* first, int num_seqs) {
+  decoder->layer(*layer, hidden, q, positions, slots, tables, first, num_seqs);
+}
+
+void flowprefill_logits(AnyDecoder* decoder, const float* norm, const Word* lm_head, int vocab,
+                        const void* hidden, int num_rows, float* out) {
+  decoder->logits(norm, lm_head, vocab, hidden, num_rows, out);
+}
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+"""Operators: what the slices of a decoder are made of, and what they work on.
+
+A pass owns its rows (residual stream, queries, positions); the operators own weights and KV cache.
+TorchOperators runs anywhere; NativeOperators is the quick path of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flowprefill.kv.block_table import BlockTable
+from flowprefill.kv.cache import KVCache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows: where they stand in their sequences, and where their K and V go."""
+
+    positions: Tensor
+    """[num_rows] int64."""
+    slots: Tensor
+    """[num_rows] int64."""
+
+    def __getitem__(self, rows: slice | Tensor) -> Rows:
+        return Rows(self.positions[rows], self.slots[rows])
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Sequences whose query rows attend together, the same number of consecutive rows of each."""
+
+    tables: Sequence[BlockTable]
+    first: Sequence[int]
+    """Position of each sequence's first query row."""
+
+
+class Operators(Protocol):
+    """One model's weights and KV cache on a device. `layer` counts from 0."""
+
+    cache: KVCache
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """[len(token_ids), hidden], a new tensor."""
+        ...
+
+    def qkv(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor) -> None:
+        """Norm, qkv projection, rope; K and V go into the cache.
+
+        hidden: [num_rows, hidden]
+        q: [num_rows, q_size], written: queries times query_scale
+        """
+        ...
+
+    def attention(self, layer: int, q: Tensor, attended: Attended) -> None:
+        """Overwrite queries by attention's output.
+
+        q: [num_seqs * rows of each, q_size], sequence by sequence
+        """
+        ...
+
+    def mlp(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
+        """Output projection, residual, norm, gated MLP, residual; `hidden` is overwritten.
+
+        hidden: [num_rows, hidden]; attended: [num_rows, q_size]
+        """
+        ...
+
+    def layer(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended) -> None:
+        """All of one layer, for one row of each sequence. Shapes as above."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Norm and LM head: [num_rows, hidden] behind the last layer -> [num_rows, vocab] fp32."""
+        ...
