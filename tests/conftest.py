@@ -6,6 +6,6 @@ import tempfile
 from flowprefill.openmp import let_threads_sleep
 
 let_threads_sleep(os.environ)
-# Profiles of this session's models; never the user's own. Processes that tests start inherit it.
+# Profiles and weights of this session; never the user's own. Processes that tests start inherit it.
 _cache = tempfile.TemporaryDirectory(prefix="flowprefill-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name

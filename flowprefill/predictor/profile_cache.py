@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from flowprefill.predictor.profile import Profile
+from flowprefill.user_cache import make_directory, replacing, user_cache_directory
 
 PROFILE_FORMAT = 1
 """Part of every key; raised when the same passes would be read or taken in another way."""
@@ -30,11 +29,8 @@ class ProfileCache:
 
     @staticmethod
     def default_directory() -> Path:
-        """$XDG_CACHE_HOME/flowprefill/profiles, or below ~/.cache. Relative paths do not count."""
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(base):
-            base = os.path.expanduser("~/.cache")
-        return Path(base, "flowprefill", "profiles")
+        """Below the user's cache directory."""
+        return user_cache_directory("profiles")
 
     def load(self, key: Key) -> Profile | None:
         """The profile of exactly this key; None if there is none that can be used."""
@@ -49,17 +45,9 @@ class ProfileCache:
     def store(self, key: Key, profile: Profile) -> None:
         """Keep the profile; other processes see all of it or nothing. Raises OSError."""
         content = {"key": _complete(key), "profile": profile.to_json()}
-        if not self.directory.is_absolute():
-            raise FileNotFoundError("there is no home directory")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file)
-            os.replace(name, self.path(key))
-        except BaseException:
-            os.unlink(name)
-            raise
+        make_directory(self.directory)
+        with replacing(self.path(key)) as file:
+            file.write(json.dumps(content).encode())
 
     def try_store(self, key: Key, profile: Profile) -> str | None:
         """Keep the profile if it is worth it. Returns why not, if it was not kept."""

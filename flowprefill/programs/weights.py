@@ -1,12 +1,14 @@
 """Weights of a decoder from a GGUF file or a safetensors directory, fused as the programs use them.
 
 Every tensor is copied row block by row block into its final place, so that loading never holds a
-second copy of the model. Rotation pairs end up half a head apart (the Hugging Face layout).
+second copy of the model. Rotation pairs end up half a head apart (the Hugging Face layout). What
+was made of a GGUF file is kept on disk (weights_cache.py): later loads do not dequantise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,14 @@ from flowprefill.errors import ModelLoadError
 from flowprefill.programs.checkpoint import Checkpoint, open_checkpoint
 from flowprefill.programs.family import ModelSpec, TensorNames
 from flowprefill.programs.model_spec import find_architecture
+from flowprefill.programs.weights_cache import WeightsCache, WeightsKey
 
+FUSED_LAYOUT = 1
+"""Part of the cache's key; raised when other tensors would be made of the same file."""
 _ELEMENTS_PER_READ = 1 << 23  # 32 MiB of fp32 at a time
 _LOAD_STAGE = "load weights"
+
+OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,16 +87,39 @@ def load_weights(
     path: Path,
     spec: ModelSpec,
     dtype: torch.dtype,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: OnProgress | None = None,
+    cache: WeightsCache | None = None,
 ) -> DecoderWeights:
     """Load the model at `path` (a .gguf file or a Hugging Face directory) as `dtype`.
 
-    on_progress: called with ("load weights", fraction done in 0..1), once per layer.
+    on_progress: called with ("load weights", fraction done in 0..1), once per layer; instead, with
+    ("weights from the cache", 1.0). Weights that are not kept cost a stage of their own that says
+    why.
+    cache: where weights of GGUF files are kept; None = the user's. Matrices that were found there
+    are mapped: dropping a layer gives its memory back.
     Raises ModelLoadError naming the tensor if one is missing, has another shape than `spec` says
     (both are named) or a type that cannot be read, or is not part of the architecture: ignoring it
     would change the answers.
     """
     report = on_progress or (lambda stage, fraction: None)
+    if path.is_dir():
+        return _read_weights(path, spec, dtype, report)
+    cache = cache or WeightsCache(WeightsCache.default_directory())
+    key = _cache_key(path, spec, dtype)
+    named = cache.load(key)
+    if named is not None:
+        report("weights from the cache", 1.0)
+        return _from_named(named, spec)
+    weights = _read_weights(path, spec, dtype, report)
+    problem = cache.try_store(key, _to_named(weights))
+    if problem:
+        report(f"weights not kept for later loads: {problem}", 1.0)
+    return weights
+
+
+def _read_weights(
+    path: Path, spec: ModelSpec, dtype: torch.dtype, report: OnProgress
+) -> DecoderWeights:
     architecture = find_architecture(path, spec.architecture)
     with open_checkpoint(path) as checkpoint:
         loader = _Loader(checkpoint, architecture.names, spec, dtype)
@@ -99,6 +129,36 @@ def load_weights(
         )
         loader.check_nothing_is_left()
     return weights
+
+
+def _cache_key(path: Path, spec: ModelSpec, dtype: torch.dtype) -> WeightsKey:
+    reader = f"layout {FUSED_LAYOUT}, gguf {importlib.metadata.version('gguf')}"
+    # The context that model.json asks for changes no weight.
+    variant = f"{dtype} {replace(spec, max_position_embeddings=0)}"
+    try:
+        return WeightsKey.of_file(path, reader, variant)
+    except OSError as error:
+        raise ModelLoadError(f"{path}: not a readable GGUF file: {error}") from error
+
+
+def _to_named(weights: DecoderWeights) -> dict[str, Tensor]:
+    """All tensors by name; of tied ones only `embed`."""
+    named = {"embed": weights.embed, "norm": weights.norm, "lm_head": weights.lm_head}
+    if weights.lm_head is weights.embed:
+        del named["lm_head"]
+    for i, layer in enumerate(weights.layers):
+        tensors = {f"layers.{i}.{f.name}": getattr(layer, f.name) for f in fields(layer)}
+        named |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return named
+
+
+def _from_named(named: Mapping[str, Tensor], spec: ModelSpec) -> DecoderWeights:
+    layers = []
+    for i in range(spec.num_layers):
+        tensors: Any = {f.name: named.get(f"layers.{i}.{f.name}") for f in fields(LayerWeights)}
+        layers.append(LayerWeights(**tensors))
+    embed = named["embed"]
+    return DecoderWeights(embed, layers, named["norm"], named.get("lm_head", embed))
 
 
 class _Loader:
