@@ -116,6 +116,7 @@ class Engine:
             eos_token_ids=list(model.spec.eos_token_ids),
             num_kv_blocks=model.cache.num_blocks,
             block_size=config.block_size,
+            kernels=model.kernels,
             bit_invariant=profile.is_bit_invariant,
         )
         self._inbox: Inbox[_Message] = Inbox(self._clock)

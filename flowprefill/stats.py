@@ -23,6 +23,8 @@ class EngineInfo:
     eos_token_ids: list[int]
     num_kv_blocks: int
     block_size: int
+    kernels: str
+    """Whose operators run, and which build of them: `torch`, or `native` and a digest."""
     bit_invariant: bool
     """True when the probe at load found row results independent of the rows beside them."""
 

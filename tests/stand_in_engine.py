@@ -34,7 +34,7 @@ class StandInEngine:
         on_progress: Callable[[str, float], None],
     ) -> None:
         load(config.model, on_progress)
-        self.info = EngineInfo("stand-in", "cpu", "float32", 100, 1000, [0], 10, 16, True)
+        self.info = EngineInfo("stand-in", "cpu", "float32", 100, 1000, [0], 10, 16, "torch", True)
         self.num_slices = 0
         self._on_output = on_output
         self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()

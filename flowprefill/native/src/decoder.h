@@ -85,7 +85,8 @@ class Decoder {
       team.wait();
       team.split(count, [&](int r) {
         for (int head = 0; head < shape_.num_kv_heads; ++head)
-          finish_head(layer, rows, start + r, head, sums + offset(r, qkv_size()));
+          finish_head(layer, rows, start + r, head, sums + offset(r, qkv_size()), r > 0,
+                      r + 1 < count);
       });
     });
   }
@@ -118,7 +119,7 @@ class Decoder {
       float* sums = project(team, shared_, layer, rows, 0, num_seqs);
       team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
       attend(team, layer, q, tables, first, num_seqs, 1, [&](int seq, int head) {
-        finish_head(layer, rows, seq, head, sums + offset(seq, qkv_size()));
+        finish_head(layer, rows, seq, head, sums + offset(seq, qkv_size()), false, false);
       });
       team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
       feed_forward(team, shared_, layer, hidden, q, num_seqs);
@@ -289,8 +290,9 @@ class Decoder {
   }
 
   // Of one row: norm and rotation of a KV head and the heads that share it, and where they go.
+  // has_previous, has_next: the sums of the rows beside it are there too.
   void finish_head(const LayerPointers& layer, const Rows& rows, int row, int kv_head,
-                   const float* sums) const {
+                   const float* sums, bool has_previous, bool has_next) const {
     const int dim = shape_.head_dim, group = shape_.num_heads / shape_.num_kv_heads;
     const int64_t position = rows.positions[row], slot = rows.slots[row];
     alignas(64) float x[MAX_HEAD_DIM];
@@ -306,9 +308,18 @@ class Decoder {
     const float* k = sums + q_size() + kv_head * dim;
     rotate_head(k, layer.k_norm, position, x);
     store_k(x, layer.k_cache + block, slot % LANES);
-    // V of the next token shares words with this one's: clear it, unless this call writes it
-    const bool has_next = row + 1 < rows.num_rows && rows.slots[row + 1] == slot + 1;
-    store_v(k + kv_size(), layer.v_cache + block, slot % LANES, !has_next);
+    // V of a token shares words with that of the next one: together, if both are at hand
+    const float* v = k + kv_size();
+    const bool is_odd = slot % P == 1;
+    const bool has_other =
+        is_odd ? has_previous && rows.slots[row - 1] == slot - 1
+               : P == 2 && has_next && rows.slots[row + 1] == slot + 1;
+    if (!has_other) {
+      const bool is_next_written = row + 1 < rows.num_rows && rows.slots[row + 1] == slot + 1;
+      store_v(v, layer.v_cache + block, slot % LANES, !is_next_written);
+    } else if (is_odd) {
+      store_v_pair(v - qkv_size(), v, layer.v_cache + block, slot % LANES - 1);
+    }
   }
 
   void rotate_head(const float* from, const float* norm, int64_t position, float* x) const {
@@ -348,6 +359,14 @@ class Decoder {
       std::memcpy(block + w * LANES + token, row + w * P, sizeof(Word));
   }
 
+  void store_v_pair(const float* x, const float* y, Word* block, int token) const {
+    for (int d = 0; d < shape_.head_dim; d += LANES) {
+      const size_t panel = d / LANES * (LANES / P) + token / P;
+      T::store_by_turns(block + panel * LANES, _mm512_loadu_ps(x + d), _mm512_loadu_ps(y + d));
+    }
+  }
+
+  // clears_next: nobody has written the next token's V, which shares words with this one's.
   void store_v(const float* x, Word* block, int token, bool clears_next) const {
     alignas(64) Element row[LANES];
     for (int d = 0; d < shape_.head_dim; d += LANES) {

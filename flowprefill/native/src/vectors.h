@@ -35,6 +35,7 @@ struct Fp32 {
     _mm512_storeu_ps(to, x);
     _mm512_storeu_ps(to + LANES, y);
   }
+  static void store_by_turns(Word*, Vec, Vec) {}  // no two values share a word
 };
 
 #ifdef __AVX512BF16__
@@ -53,6 +54,11 @@ struct Bf16 {
   }
   static void store_two(Element* to, Vec x, Vec y) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(y, x));
+  }
+  static void store_by_turns(Word* to, Vec x, Vec y) {
+    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x));
+    const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(y));
+    _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
   }
 };
 #endif
