@@ -15,13 +15,17 @@ import typer
 
 from flowprefill.bench import (
     blocking,
+    decode,
     decode_mix,
     hol,
+    path,
+    prefill,
     prefix,
     profile,
     scheduler,
     simulate,
 )
+from flowprefill.bench.peers import export_hf
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -39,13 +43,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="LLM serving with preemptible prefill and TTFT objectives.",
 )
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks through the real server.")
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, with and without server.")
 app.add_typer(bench_app, name="bench")
 bench_app.command("hol")(hol.run)
 bench_app.command("blocking")(blocking.run)
+bench_app.command("prefill")(prefill.run)
+bench_app.command("decode")(decode.run)
+bench_app.command("path")(path.run)
 bench_app.command("scheduler")(scheduler.run)
 bench_app.command("decode-mix")(decode_mix.run)
 bench_app.command("prefix")(prefix.run)
+bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
 

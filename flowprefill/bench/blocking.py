@@ -1,188 +1,180 @@
 """`flowprefill bench blocking`: how long an urgent prompt waits for the device it should have.
 
 In-process, without server and network. While a long prompt is prefilled, short urgent ones arrive
-at random moments, each after the one before has its token. The engine measures the blocking time:
-from the arrival in its inbox to the device start of the newcomer's first slice.
+at random moments. The engine measures the blocking time: from the arrival in its inbox to the
+device start of the newcomer's first slice. What the preemptions cost the long prompt is its own
+time, without that of the short ones, beside the time it takes alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import queue
-import random
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
+from flowprefill.bench.intervals import median_and_interval
+from flowprefill.bench.options import JsonOut, ModelJson, Seed, prompt_tokens
+from flowprefill.bench.plotting import check_plot, figure
+from flowprefill.bench.progress import bench_progress
+from flowprefill.bench.report import describe_run, load_model_json, print_json
 from flowprefill.config import EngineConfig
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
-from flowprefill.request import SLO, FinishReason, Request, TokenOutput
-from flowprefill.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from flowprefill.engine import Engine
+    from rich.table import Table
 
-MEAN_GAP_S = 0.08
-"""Mean pause between two short prompts; exponential, so every moment is equally likely."""
-SHORT_SLO = SLO(ttft_s=60.0, tbt_s=1.0)
-"""Always feasible, however long it is blocked: work that is late anyway preempts nothing."""
-LONG_SLO = SLO(ttft_s=3600.0, tbt_s=1.0)
-_WAIT_S = 600.0
-_MAX_FRUITLESS = 10
+    from flowprefill.bench.blocking_run import Cell
+
+LENGTHS = (512, 2048, 8192)
+GRANULARITIES = ("tile", "op", "layer")
+
+Results = dict[str, dict[str, dict[str, Any]]]
+"""Figures by granularity and length."""
 
 
 def run(
     preemptions: Annotated[
-        int, typer.Option(min=1, max=2000, help="Short prompts that meet a long one.")
+        int,
+        typer.Option(min=1, max=2000, help="Short prompts, for each granularity and length."),
     ] = 300,
-    long_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the long prompt.")] = 7500,
+    long_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=2, help="Tokens of the long prompt; may be repeated. Default: 512, 2048 and 8192."
+        ),
+    ] = None,
     short_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the short prompts.")] = 16,
     granularity: Annotated[
         list[str] | None,
-        typer.Option(help="whole, chunk:N, layer, op or tile; may be repeated. Default: tile."),
+        typer.Option(
+            help="whole, chunk:N, layer, op or tile; may be repeated. Default: tile, op and layer."
+        ),
     ] = None,
-    model_json: Annotated[
-        Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw blocking times over lengths: .png, .svg, .pdf")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and moments.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Measure blocking times at random moments of a long prefill."""
     from rich.console import Console
-    from rich.table import Table
 
-    config = load_model_json(model_json)
-    results: dict[str, Any] = {}
-    table = Table(title=f"Blocking time in ms during a prefill of {long_tokens} tokens")
-    table.add_column("granularity")
-    for heading in ("p50", "p99", "max", "preemptions"):
-        table.add_column(heading, justify="right")
-    for name in granularity or ["tile"]:
+    check_plot(plot)
+    names = granularity or list(GRANULARITIES)
+    for name in names:
         Granularity.parse(name)  # a typing error ends the run before its first minute
-    for name in granularity or ["tile"]:
-        one = dataclasses.replace(config, granularity=name, policy="s-edf")
-        result = summarise(*measure(one, preemptions, long_tokens, short_tokens, seed))
-        results[name] = {str(long_tokens): result}
-        times = (f"{result[key]:.2f}" for key in ("p50_ms", "p99_ms", "max_ms"))
-        table.add_row(name, *times, str(result["preemptions"]))
-    Console().print(table)
-    print_json({**results, "run": describe_run(config, seed)}, json_out)
+    config = load_model_json(model_json)
+    lengths = sorted(set(long_tokens or LENGTHS))
+    results = measure(config, names, lengths, preemptions, short_tokens, seed)
+    Console().print(make_table(results))
+    if plot is not None:
+        draw(results, 2 * config.max_slice_ms, plot)
+    facts = {"short_tokens": short_tokens, "max_slice_ms": config.max_slice_ms}
+    ratios = layer_to_tile(results)
+    print_json({**results, **ratios, "run": {**describe_run(config, seed), **facts}}, json_out)
 
 
 def measure(
-    config: EngineConfig, num_shorts: int, long_tokens: int, short_tokens: int, seed: int
-) -> tuple[list[float], int]:
-    """Returns the blocking time of each short prompt, seconds, and the number of preemptions."""
-    from rich.console import Console
-    from rich.progress import Progress
+    config: EngineConfig,
+    granularities: Sequence[str],
+    lengths: Sequence[int],
+    preemptions: int,
+    short_tokens: int,
+    seed: int,
+) -> Results:
+    """One engine for each granularity, all lengths on it; shows progress on standard error."""
+    from flowprefill.bench.blocking_run import BlockingBench
+    from flowprefill.bench.session import Session
 
-    from flowprefill.engine import Engine
-
-    probe = _Probe(random.Random(seed))
-    console = Console(stderr=True)
-    with Progress(console=console, refresh_per_second=2) as progress:
-        task = progress.add_task(f"{config.granularity}: loading", total=num_shorts)
-        probe.engine = Engine(config, probe.on_output)
-        try:
-            # What only the first request pays for.
-            probe.wait_for(probe.submit(short_tokens, SHORT_SLO))
-            progress.update(task, description=config.granularity)
-            preemptions_before = probe.engine.stats().num_preemptions
-            blocking_s: list[float] = []
-            num_fruitless = 0
-            while len(blocking_s) < num_shorts:
-                new = probe.interrupt(long_tokens, short_tokens, num_shorts - len(blocking_s))
-                num_fruitless = 0 if new else num_fruitless + 1
-                if num_fruitless == _MAX_FRUITLESS:
-                    raise BenchmarkError(
-                        f"granularity {config.granularity}: nothing was preempted in "
-                        f"{num_fruitless} prefills of {long_tokens} tokens"
-                    )
-                blocking_s += new
-                progress.update(task, completed=len(blocking_s))
-            return blocking_s, probe.engine.stats().num_preemptions - preemptions_before
-        finally:
-            probe.engine.close()
+    results: Results = {}
+    with bench_progress(len(granularities) * len(lengths) * preemptions) as progress:
+        for name in granularities:
+            one = dataclasses.replace(config, granularity=name, policy="s-edf")
+            with Session(one, seed, progress.show_loading) as session:
+                bench = BlockingBench(session, short_tokens, seed)
+                limit = session.engine.info.max_model_len
+                counts = {length: prompt_tokens(length, limit) for length in lengths}
+                bench.warm_up()
+                results[name] = {}
+                for length, num_tokens in counts.items():
+                    progress.describe(f"{name}, {length} tokens")
+                    cell = bench.measure(num_tokens, preemptions, progress.advance)
+                    results[name][str(length)] = summarise(cell, num_tokens)
+    return results
 
 
-class _Probe:
-    """Sends prompts of random token ids to an engine and waits for their ends."""
+def summarise(cell: Cell, num_tokens: int) -> dict[str, Any]:
+    """The figures of one granularity and length, as they are in the JSON line.
 
-    engine: Engine
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._req_ids = itertools.count(1)
-        self._ended: queue.SimpleQueue[TokenOutput] = queue.SimpleQueue()
-
-    def on_output(self, output: TokenOutput) -> None:
-        """Called on the engine thread."""
-        if output.finish_reason is not None:
-            self._ended.put(output)
-
-    def interrupt(self, long_tokens: int, short_tokens: int, max_shorts: int) -> list[float]:
-        """Prefill one long prompt and send short ones into it; returns their blocking times, s."""
-        long_id = self.submit(long_tokens, LONG_SLO)
-        blocking_s: list[float] = []
-        while len(blocking_s) < max_shorts:
-            if self.wait_end(self._rng.expovariate(1 / MEAN_GAP_S)) == long_id:
-                return blocking_s
-            num_before = len(self.engine.stats().blocking_s)
-            ended = self.wait_for(self.submit(short_tokens, SHORT_SLO))
-            # The first preemption since then is that by the short prompt.
-            blocking_s += self.engine.stats().blocking_s[num_before:][:1]
-            if long_id in ended:
-                return blocking_s
-        self.engine.cancel(long_id)
-        self.wait_for(long_id)
-        return blocking_s
-
-    def submit(self, num_tokens: int, slo: SLO) -> int:
-        """Send a prompt of random token ids; returns its req_id."""
-        vocab_size = self.engine.info.vocab_size
-        request = Request(
-            req_id=next(self._req_ids),
-            prompt_token_ids=[self._rng.randrange(vocab_size) for _ in range(num_tokens)],
-            sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            slo=slo,
-            arrival_s=time.monotonic(),
-        )
-        self.engine.submit(request)
-        return request.req_id
-
-    def wait_for(self, req_id: int) -> set[int]:
-        """Wait until `req_id` has ended; returns the ids of all that ended meanwhile."""
-        ended: set[int] = set()
-        while req_id not in ended:
-            other = self.wait_end(_WAIT_S)
-            if other is None:
-                raise BenchmarkError(f"no answer within {_WAIT_S:.0f} s")
-            ended.add(other)
-        return ended
-
-    def wait_end(self, timeout_s: float) -> int | None:
-        """The req_id of the next request that ends, or None after the time."""
-        try:
-            output = self._ended.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if output.finish_reason is FinishReason.ERROR:
-            raise BenchmarkError(f"the engine failed a request: {output.error_message}")
-        return output.req_id
-
-
-def summarise(blocking_s: list[float], preemptions: int) -> dict[str, Any]:
-    """The figures of one granularity, as they are in the JSON line."""
-    times_ms = [s * 1000 for s in blocking_s]
+    throughput_ratio: 0.98 = the long prompt's own work was 2% slower than undisturbed; the median
+    over prefills, each beside the undisturbed one before it, and its 95% interval
+    """
+    times_ms = [s * 1000 for s in cell.blocking_s]
+    ratios = [one.undisturbed_s / one.own_s for one in cell.interrupted]
+    ratio, *interval = median_and_interval(ratios)
     return {
         "p50_ms": round(percentile(times_ms, 50), 3),
         "p99_ms": round(percentile(times_ms, 99), 3),
         "max_ms": round(max(times_ms), 3),
-        "num_shorts": len(times_ms),
-        "preemptions": preemptions,
+        "throughput_ratio": ratio,
+        "throughput_ratio_interval": interval or None,
+        "num_preemptions": len(times_ms),
+        "num_prefills": len(cell.interrupted),
+        "num_undisturbed": len(cell.undisturbed_s),
+        "undisturbed_s": round(percentile(cell.undisturbed_s, 50), 4),
+        "num_tokens": num_tokens,
     }
+
+
+def layer_to_tile(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:
+    """How much longer boundaries at layers block than those at tiles, at the longest prompt."""
+    if not {"layer", "tile"} <= results.keys():
+        return {}
+    longest = max(results["tile"], key=int)
+    layer, tile = results["layer"][longest], results["tile"][longest]
+    return {
+        "blocking_ratio_layer_to_tile": round(layer["p99_ms"] / tile["p99_ms"], 2),
+        "blocking_ratio_layer_to_tile_p50": round(layer["p50_ms"] / tile["p50_ms"], 2),
+    }
+
+
+def make_table(results: Results) -> Table:
+    """One row per granularity and length."""
+    from rich.table import Table
+
+    table = Table(title="Blocking time in ms of a short prompt, by when a long one may be left")
+    table.add_column("granularity")
+    headings = ("tokens", "p50", "p99", "max", "preemptions", "long prompt's own rate")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, by_length in results.items():
+        for index, (length, one) in enumerate(by_length.items()):
+            times = (f"{one[key]:.2f}" for key in ("p50_ms", "p99_ms", "max_ms"))
+            rate = f"{one['throughput_ratio']:.3f}"
+            last = index == len(by_length) - 1
+            label = "" if index else name
+            row = (label, length, *times, str(one["num_preemptions"]), rate)
+            table.add_row(*row, end_section=last)
+    return table
+
+
+def draw(results: Results, promised_ms: float, path: Path) -> None:
+    """Blocking times over prompt lengths: 99th percentiles as lines, medians dashed."""
+    with figure(path, (7, 4.5)) as axes:
+        for index, (name, by_length) in enumerate(results.items()):
+            tokens = [one["num_tokens"] for one in by_length.values()]
+            for key, style, label in (("p99_ms", "o-", f"{name}, p99"), ("p50_ms", "o--", None)):
+                times = [one[key] for one in by_length.values()]
+                axes.plot(tokens, times, style, color=f"C{index}", label=label)
+        axes.axhline(promised_ms, color="grey", linewidth=1, label="promised p99 of tile")
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens of the long prompt")
+        axes.set_ylabel("blocking time, ms (dashed: median)")
+        axes.legend()

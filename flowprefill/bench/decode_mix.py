@@ -8,17 +8,17 @@ between the stream's tokens while a prefill runs, and what the stream costs the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
 from flowprefill.config import EngineConfig
 from flowprefill.metrics import percentile
@@ -74,11 +74,9 @@ def run(
     ] = 32,
     stream_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the stream gives.")] = 200,
     tbt_slo_ms: Annotated[float, typer.Option(min=1, help="TBT objective of the stream.")] = 100.0,
-    model_json: Annotated[
-        Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Measure inter-token gaps of a stream during long prefills, and the prefills' slowdown."""
     from rich.console import Console
@@ -95,23 +93,14 @@ def measure(
     config: EngineConfig, rounds: int, lengths: Lengths, tbt_slo_ms: float, seed: int
 ) -> Measured:
     """Load the model and run all rounds; shows progress on standard error."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from flowprefill.bench.session import Session
 
-    with contextlib.ExitStack() as stack:
-        # Drawn seldom: the engine needs the processors.
-        console = Console(stderr=True)
-        progress = stack.enter_context(Progress(console=console, refresh_per_second=2))
-        task = progress.add_task("loading", total=2 * NUM_PREFILLS * rounds)
-
-        def show(stage: str, fraction: float) -> None:
-            progress.update(task, description=f"loading: {stage} {fraction:.0%}")
-
-        session = stack.enter_context(Session(config, seed, show))
-        bench = _Bench(session, lengths, tbt_slo_ms, lambda: progress.advance(task))
-        progress.update(task, description="warm-up")
+    with (
+        bench_progress(2 * NUM_PREFILLS * rounds) as progress,
+        Session(config, seed, progress.show_loading) as session,
+    ):
+        bench = _Bench(session, lengths, tbt_slo_ms, progress.advance)
+        progress.describe("warm-up")
         bench.warm_up()
         for index in range(rounds):
             parts: list[tuple[str, Callable[[], None]]] = [
@@ -119,7 +108,7 @@ def measure(
                 ("prefills beside a stream", bench.prefill_mixed),
             ]
             for name, part in parts if index % 2 == 0 else reversed(parts):
-                progress.update(task, description=name)
+                progress.describe(name)
                 part()
     return bench.measured
 

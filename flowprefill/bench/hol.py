@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
 from flowprefill.config import POLICIES, EngineConfig
 from flowprefill.errors import ConfigError
@@ -71,11 +72,9 @@ def run(
     long_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the long prompt.")] = 7500,
     short_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the short prompt.")] = 64,
     policies: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "s-edf,fcfs",
-    model_json: Annotated[
-        Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Measure a short urgent prompt that arrives at 10, 50 and 90% of a long one's TTFT."""
     from rich.console import Console
@@ -107,30 +106,17 @@ def measure(
 ) -> dict[str, PolicyRun]:
     """Start a server and measure all policies; shows progress on standard error."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from flowprefill.bench.prompts import prompt_maker
     from flowprefill.bench.servers import model_name, serve_policies
     from flowprefill_client import Client
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    )  # fmt: skip
     make_prompt = prompt_maker(config, seed)
     with contextlib.ExitStack() as stack:
-        with console.status(f"starting tritonserver with {len(policies)} engines"):
+        with Console(stderr=True).status(f"starting tritonserver with {len(policies)} engines"):
             url = stack.enter_context(serve_policies(config, policies))
-        # Drawn seldom: the engines need the processors.
-        progress = stack.enter_context(Progress(*columns, console=console, refresh_per_second=2))
-        task = progress.add_task("", total=rounds * len(policies) * (1 + len(MOMENTS)))
-
-        @contextlib.contextmanager
-        def step(text: str) -> Iterator[None]:
-            progress.update(task, description=text)
-            yield
-            progress.advance(task)
-
+        num_steps = rounds * len(policies) * (1 + len(MOMENTS))
+        progress = stack.enter_context(bench_progress(num_steps))
         benches = {}
         for policy in policies:
             client = stack.enter_context(Client(url, model_name(policy)))
@@ -138,7 +124,7 @@ def measure(
             benches[policy].warm_up()
         for index in range(rounds):
             for policy in policies if index % 2 == 0 else reversed(policies):
-                benches[policy].run_round(step)
+                benches[policy].run_round(progress.step)
     return {policy: bench.run for policy, bench in benches.items()}
 
 

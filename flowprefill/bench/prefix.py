@@ -9,14 +9,15 @@ must be the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
 from flowprefill.config import EngineConfig
 from flowprefill.request import SLO
@@ -60,11 +61,9 @@ def run(
     ] = 4000,
     own_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt's own end.")] = 50,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
-    model_json: Annotated[
-        Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Measure the TTFT of prompts whose beginning is cached, and compare their answers."""
     from rich.console import Console
@@ -79,31 +78,19 @@ def run(
 
 def measure(config: EngineConfig, rounds: int, lengths: Lengths, seed: int) -> Measured:
     """Load the model twice, with prefix caching and without; shows progress on standard error."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from flowprefill.bench.session import Session
 
     measured = Measured()
-    # Drawn seldom: the engine needs the processors.
-    with Progress(console=Console(stderr=True), refresh_per_second=2) as progress:
-        task = progress.add_task("", total=3 * rounds)
-
-        def show(stage: str, fraction: float) -> None:
-            progress.update(task, description=f"loading: {stage} {fraction:.0%}")
-
-        def on_answer(text: str) -> None:
-            progress.update(task, description=text, advance=1)
-
+    with bench_progress(3 * rounds) as progress:
         cached = dataclasses.replace(config, enable_prefix_caching=True)
-        with Session(cached, seed, show) as session:
-            prompts = _measure_pairs(session, rounds, lengths, measured, on_answer)
+        with Session(cached, seed, progress.show_loading) as session:
+            prompts = _measure_pairs(session, rounds, lengths, measured, progress)
         uncached = dataclasses.replace(config, enable_prefix_caching=False)
-        with Session(uncached, seed, show) as session:
+        with Session(uncached, seed, progress.show_loading) as session:
             for prompt in prompts:
-                answer = session.submit(prompt, PATIENT, lengths.answer_tokens)
-                measured.cold_token_ids.append(session.wait_end(answer).token_ids)
-                on_answer("without prefix caching")
+                with progress.step("without prefix caching"):
+                    answer = session.submit(prompt, PATIENT, lengths.answer_tokens)
+                    measured.cold_token_ids.append(session.wait_end(answer).token_ids)
     return measured
 
 
@@ -112,7 +99,7 @@ def _measure_pairs(
     rounds: int,
     lengths: Lengths,
     measured: Measured,
-    on_answer: Callable[[str], None],
+    progress: BenchProgress,
 ) -> list[list[int]]:
     """A cold and a warm prompt in each round, one after the other; returns the warm ones."""
 
@@ -123,12 +110,12 @@ def _measure_pairs(
     warm_prompts = []
     for _ in range(rounds):
         prefix = session.random_prompt(lengths.prefix_tokens)
-        cold = answer(prefix + session.random_prompt(lengths.own_tokens))
-        on_answer("cold")
+        with progress.step("cold"):
+            cold = answer(prefix + session.random_prompt(lengths.own_tokens))
         warm_prompts.append(prefix + session.random_prompt(lengths.own_tokens))
         num_cached_before = session.engine.stats().num_cached_tokens
-        warm = answer(warm_prompts[-1])
-        on_answer("warm")
+        with progress.step("warm"):
+            warm = answer(warm_prompts[-1])
         measured.cold_ttft_s.append(cold.ttft_s)
         measured.warm_ttft_s.append(warm.ttft_s)
         num_cached = session.engine.stats().num_cached_tokens - num_cached_before

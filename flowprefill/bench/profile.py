@@ -12,13 +12,14 @@ import random
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
+from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.plotting import check_plot, figure
+from flowprefill.bench.report import describe_run, load_model_json, print_json
 from flowprefill.clock import MonotonicClock
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from flowprefill.predictor.profile import Profile
 
 MIN_TOKENS = 16
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,22 @@ def run(
     max_tokens: Annotated[
         int, typer.Option(min=MIN_TOKENS, help="Longest of them; lengths are log-uniform.")
     ] = 8000,
-    model_json: Annotated[
-        Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
-    ] = None,
+    model_json: ModelJson = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Take a new profile, whatever the cache holds.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw predicted against measured seconds: .png, .svg, .pdf")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Show the profile's fit, and predicted against measured prefills."""
     from rich.console import Console
 
     from flowprefill.predictor.fitted import FittedPredictor
 
-    if plot is not None:
-        _check_plot(plot)
+    check_plot(plot)
     config = load_model_json(model_json)
     model, profile = _load(config, refresh)
     granularity = Granularity.parse(config.granularity)
@@ -96,14 +93,6 @@ def run(
         draw(measured, plot)
     run_facts = describe_run(config, seed) | {"max_tokens": limit}
     print_json({**result, "run": run_facts}, json_out)
-
-
-def _check_plot(path: Path) -> None:
-    """Before the first minute, not after the last. Raises BenchmarkError."""
-    if find_spec("matplotlib") is None:
-        raise BenchmarkError("--plot needs matplotlib: pip install 'flowprefill[bench]'")
-    if path.suffix not in PLOT_SUFFIXES:
-        raise BenchmarkError(f"--plot {path}: must end in one of {', '.join(PLOT_SUFFIXES)}")
 
 
 def _load(config: EngineConfig, refresh: bool) -> tuple[LoadedModel, Profile]:
@@ -224,20 +213,12 @@ def _formula(names: Iterable[str], coefficients: Iterable[float]) -> str:
 
 def draw(measured: Sequence[Measured], path: Path) -> None:
     """Predicted against measured seconds, with the line of equality and 10% about it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 6))
     times = [t for m in measured for t in (m.measured_s, m.predicted_s)] or [1.0]
     ends = [min(times) / 1.3, max(times) * 1.3]
-    axes.plot(ends, ends, color="black", linewidth=1)
-    axes.fill_between(ends, [0.9 * t for t in ends], [1.1 * t for t in ends], alpha=0.15)
-    axes.scatter([m.measured_s for m in measured], [m.predicted_s for m in measured], s=10)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set_xlabel("measured prefill, s")
-    axes.set_ylabel("predicted prefill, s")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-    pyplot.close(figure)
+    with figure(path, (6, 6)) as axes:
+        axes.plot(ends, ends, color="black", linewidth=1)
+        axes.fill_between(ends, [0.9 * t for t in ends], [1.1 * t for t in ends], alpha=0.15)
+        axes.scatter([m.measured_s for m in measured], [m.predicted_s for m in measured], s=10)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set_xlabel("measured prefill, s")
+        axes.set_ylabel("predicted prefill, s")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import JsonOut, Seed
 from flowprefill.bench.report import describe_run, print_json
 from flowprefill.config import EngineConfig
 from flowprefill.metrics import percentile
@@ -44,8 +45,8 @@ def run(
         int | None, typer.Option(min=2, help="First requests of each trace; default: all.")
     ] = None,
     traces: Annotated[Path, typer.Option(help="Folder of the two traces.")] = TRACES,
-    seed: Annotated[int, typer.Option(help="Seed of the timed queues.")] = 0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
 ) -> None:
     """Time decisions while many requests wait; count them on simulated traces."""
     from rich.console import Console

@@ -23,6 +23,7 @@ _WAIT_S = 600.0
 class Answer:
     """What came back for one request, and when."""
 
+    req_id: int
     arrival_s: float
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Session:
         """Send a prompt of token ids; its answer has exactly max_tokens tokens."""
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         req_id, arrival_s = next(self._req_ids), time.monotonic()
-        answer = self._answers[req_id] = Answer(arrival_s)
+        answer = self._answers[req_id] = Answer(req_id, arrival_s)
         self.engine.submit(Request(req_id, list(prompt), sampling, slo, arrival_s))
         return answer
 
@@ -80,14 +81,24 @@ class Session:
         """Wait for its last token."""
         return self._wait(answer, lambda: answer.finish_reason is not None)
 
+    def has_ended_by(self, answer: Answer, time_s: float) -> bool:
+        """Wait for its last token, but not beyond that monotonic time."""
+        return self._wait_for(answer, lambda: answer.finish_reason is not None, time_s)
+
     def _wait(self, answer: Answer, is_there: Callable[[], bool]) -> Answer:
         """Raises BenchmarkError if the engine fails the request or is silent too long."""
+        if not self._wait_for(answer, is_there, time.monotonic() + _WAIT_S):
+            raise BenchmarkError(f"no answer within {_WAIT_S:.0f} s")
+        return answer
+
+    def _wait_for(self, answer: Answer, is_there: Callable[[], bool], until_s: float) -> bool:
+        """Whether it is there in time. Raises BenchmarkError if the engine fails the request."""
+        timeout_s = max(0.0, until_s - time.monotonic())
         with self._changed:
-            if not self._changed.wait_for(lambda: is_there() or answer.error, _WAIT_S):
-                raise BenchmarkError(f"no answer within {_WAIT_S:.0f} s")
+            found = self._changed.wait_for(lambda: is_there() or answer.error, timeout_s)
         if answer.error:
             raise BenchmarkError(f"the engine failed a request: {answer.error}")
-        return answer
+        return bool(found)
 
     def _on_output(self, output: TokenOutput) -> None:
         """Called on the engine's threads."""

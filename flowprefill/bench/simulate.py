@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import JsonOut
 from flowprefill.bench.report import describe_run, print_json
 from flowprefill.config import POLICIES, EngineConfig
 from flowprefill.errors import ConfigError
@@ -49,7 +50,7 @@ def run(
     slo_scale: Annotated[
         float, typer.Option(min=0.001, help="Times all objectives; without --table.")
     ] = 1.0,
-    json_out: Annotated[Path | None, typer.Option(help="Write the JSON line here too.")] = None,
+    json_out: JsonOut = None,
 ) -> None:
     """Replay traces on a simulated A800 with the real scheduler.
 

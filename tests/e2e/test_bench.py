@@ -59,8 +59,16 @@ def test_blocking_measures_each_preemption(model_json: str) -> None:
                    "--granularity", "tile", "--granularity", "chunk:1000",
                    "--model-json", model_json)  # fmt: skip
     tile, chunk = result["tile"]["2000"], result["chunk:1000"]["2000"]
-    assert tile["num_shorts"] == chunk["num_shorts"] == 5
+    assert tile["num_preemptions"] == chunk["num_preemptions"] == 5
     assert 0 < tile["p50_ms"] < chunk["p50_ms"]
+
+
+def test_path_measures_what_the_server_adds(model_json: str) -> None:
+    result = bench("path", "--prompts", "6", "--model-json", model_json)
+    assert result["num_prompts"] == 6
+    assert 0 < result["in_process_ttft_mean_ms"] < result["client_ttft_mean_ms"]
+    assert result["overhead_p50_ms"] <= result["overhead_p99_ms"]
+    assert set(result["server_mean_ms"]) == {"queue", "execute"}
 
 
 def test_an_ended_hol_takes_its_server_with_it() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowprefill.bench import blocking, hol
+from flowprefill.bench import hol
 from flowprefill.bench.prompts import exact_prompt, prompt_maker
 from flowprefill.bench.report import BenchmarkError, load_model_json
 from flowprefill.bench.servers import write_model
@@ -119,13 +119,3 @@ def test_hol_without_a_switch_has_no_blocking_time() -> None:
 def test_hol_table_has_a_row_per_policy_and_moment() -> None:
     result = hol.summarise(hol_run(), 7500, 64)
     assert hol.make_table({"s-edf": result, "fcfs": result}).row_count == 8
-
-
-def test_blocking_summary_is_in_milliseconds() -> None:
-    assert blocking.summarise([0.001, 0.003, 0.002], preemptions=3) == {
-        "p50_ms": 2.0,
-        "p99_ms": 2.98,
-        "max_ms": 3.0,
-        "num_shorts": 3,
-        "preemptions": 3,
-    }

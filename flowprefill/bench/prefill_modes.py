@@ -1,0 +1,79 @@
+"""One prompt prefilled in this process: as the engine does it, and without what slicing costs.
+
+sliced: through the executor, with the engine's check behind each slice. unchecked: the same slices
+in a plain loop. whole: each operator over all rows of the prompt in one slice, in a plain loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from flowprefill.clock import MonotonicClock
+from flowprefill.executor.executor import Executor
+from flowprefill.executor.sampler import Sampler, SamplingState
+from flowprefill.granularity import Granularity
+from flowprefill.inbox import Inbox
+from flowprefill.kv.block_table import BlockTable
+from flowprefill.loading import LoadedModel
+from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.programs.program import Program, ProgramState, SequenceInput
+from flowprefill.sampling_params import SamplingParams
+
+MODES = ("sliced", "unchecked", "whole")
+_NEVER_S = 1e18
+"""The time of a timer that does not fire."""
+
+
+class Prefiller:
+    """Prefills prompts on a loaded model whose KV cache nobody else uses."""
+
+    def __init__(self, model: LoadedModel, predictor: FittedPredictor) -> None:
+        self._model = model
+        self._clock = MonotonicClock()
+        self._executor = Executor(model.device, self._clock, predictor.slice_s)
+        self._sampler = Sampler(model.spec.vocab_size)
+        self._inbox: Inbox[None] = Inbox(self._clock)
+
+    def seconds(self, mode: str, token_ids: Sequence[int]) -> float:
+        """Time from the prompt to its first token, seconds. mode: one of MODES."""
+        start_s = time.perf_counter()
+        if mode == "whole":
+            program: Program = self._whole_operators(len(token_ids))
+            state = self._start(program, token_ids, Granularity("op"))
+        else:
+            state = self._start(self._model.program, token_ids, Granularity("tile"))
+        if mode == "sliced":
+            self._executor.run(state, self._should_leave)
+        else:
+            self._run_unchecked(state)
+        self._sampler.sample(state.logits, [SamplingState(SamplingParams(), (), (), 0)])
+        return time.perf_counter() - start_s
+
+    def _start(
+        self, program: Program, token_ids: Sequence[int], granularity: Granularity
+    ) -> ProgramState:
+        block_size = self._model.cache.block_size
+        blocks = range(-(-len(token_ids) // block_size))
+        table = BlockTable(blocks, block_size, self._model.device.torch_device)
+        return program.prefill([SequenceInput(token_ids, 0, table)], granularity)
+
+    def _whole_operators(self, num_tokens: int) -> Program:
+        """The same weights, with slices that hold any operator of the whole prompt."""
+        program = copy.copy(self._model.program)
+        program.limits = dataclasses.replace(
+            program.limits, tile_rows=num_tokens, attention_work=num_tokens * num_tokens
+        )
+        return program
+
+    def _run_unchecked(self, state: ProgramState) -> None:
+        run: Callable[[Callable[[], bool], float], bool] = self._model.device.run
+        while not state.is_done:
+            run(state.run_slice, 0.0)
+        self._model.device.wait()
+
+    def _should_leave(self) -> bool:
+        """What the engine looks at: its inbox, and the time of its timer."""
+        return self._inbox.has_messages() or self._clock.now_s() >= _NEVER_S

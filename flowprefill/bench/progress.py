@@ -1,0 +1,48 @@
+"""The progress bar of a benchmark, on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class BenchProgress:
+    """What is being done, and how much of it is done."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def show_loading(self, stage: str, fraction: float) -> None:
+        """What an engine calls while it loads."""
+        self.describe(f"loading: {stage} {fraction:.0%}")
+
+    def describe(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def advance(self, amount: float = 1) -> None:
+        self._progress.advance(self._task, amount)
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """One step of the total, called `text`."""
+        self.describe(text)
+        yield
+        self.advance()
+
+
+@contextlib.contextmanager
+def bench_progress(total: float) -> Iterator[BenchProgress]:
+    """A bar of `total` steps. Drawn seldom: the engine needs the processors."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as progress:
+        yield BenchProgress(progress, progress.add_task("", total=total))
