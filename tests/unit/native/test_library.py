@@ -1,0 +1,214 @@
+"""How the library is compiled, kept and found, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flowprefill.host_cpu import cpu_flags
+from flowprefill.native import library
+from flowprefill.native.library import NativeUnavailableError, check_cpu, compile_library
+from tests.native_kernels import require_native
+
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+WRITES_ITS_OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the sources, and a package and a user's cache of its own to keep libraries in."""
+    copy = tmp_path / "package" / "src"
+    shutil.copytree(library._SOURCES, copy)
+    monkeypatch.setattr(library, "_SOURCES", copy)
+    monkeypatch.setattr(library, "_PACKAGE", copy.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.source_digest.cache_clear()
+    yield copy
+    library.source_digest.cache_clear()
+
+
+def use_compiler(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that does what the shell script says."""
+    compiler = directory / "my-c++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return compiler
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_compiler(tmp_path, WRITES_ITS_OUTPUT, monkeypatch)
+
+
+class TestCompile:
+    def test_without_a_compiler_their_names_are_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        message = r"no C\+\+ compiler is installed \(c\+\+, g\+\+, clang\+\+\)"
+        with pytest.raises(NativeUnavailableError, match=message):
+            compile_library([tmp_path])
+
+    def test_the_first_compiler_on_the_path_is_taken(
+        self, tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CXX")
+        compiler.rename(tmp_path / "g++")
+        (tmp_path / "clang++").write_text("#!/bin/sh\nexit 1\n")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert compile_library([tmp_path / "kept"]).is_file()
+
+    def test_a_compiler_that_fails_is_named_with_its_first_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = "echo 'library.cpp:1: error: no such thing' >&2; echo more >&2; exit 1"
+        compiler = use_compiler(tmp_path, script, monkeypatch)
+        with pytest.raises(NativeUnavailableError) as raised:
+            compile_library([tmp_path / "kept"])
+        assert str(raised.value) == f"{compiler} failed: library.cpp:1: error: no such thing"
+        assert list((tmp_path / "kept").iterdir()) == []
+
+    def test_a_compiler_that_fails_silently_is_named_with_its_exit_code(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        use_compiler(tmp_path, "exit 3", monkeypatch)
+        with pytest.raises(NativeUnavailableError, match="failed: exit code 3"):
+            compile_library([tmp_path / "kept"])
+
+    def test_a_compiler_that_hangs_is_ended(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        use_compiler(tmp_path, "exec sleep 100", monkeypatch)
+        monkeypatch.setattr(library, "_COMPILE_TIMEOUT_S", 0.2)
+        with pytest.raises(NativeUnavailableError, match="ran for"):
+            compile_library([tmp_path / "kept"])
+
+    def test_only_the_whole_library_is_left_in_the_directory(
+        self, tmp_path: Path, compiler: Path
+    ) -> None:
+        path = compile_library([tmp_path / "kept"])
+        assert path.read_text() == "built\n"
+        assert list((tmp_path / "kept").iterdir()) == [path]
+
+    def test_where_nothing_can_be_written_the_next_directory_is_taken(
+        self, tmp_path: Path, compiler: Path
+    ) -> None:
+        blocked = tmp_path / "a-file"
+        blocked.touch()
+        path = compile_library([blocked / "lib", tmp_path / "second", tmp_path / "third"])
+        assert path.parent == tmp_path / "second" and path.is_file()
+        assert not (tmp_path / "third").exists()
+
+    def test_where_no_directory_can_be_written_all_are_named(
+        self, tmp_path: Path, compiler: Path
+    ) -> None:
+        blocked = [tmp_path / name / "lib" for name in ("one", "two")]
+        for directory in blocked:
+            directory.parent.touch()
+        with pytest.raises(NativeUnavailableError, match=r"kept anywhere: .*one/lib.*two/lib"):
+            compile_library(blocked)
+
+    def test_the_package_comes_before_the_users_cache(
+        self, sources: Path, tmp_path: Path, compiler: Path
+    ) -> None:
+        assert compile_library().parent == sources.parent / "lib"
+        shutil.rmtree(sources.parent / "lib")
+        (sources.parent / "lib").touch()
+        assert compile_library().parent == tmp_path / "cache" / "flowprefill" / "native"
+
+    @pytest.mark.parametrize("setting", ["", "relative"])
+    def test_without_a_usable_setting_the_cache_is_in_the_home(
+        self,
+        sources: Path,
+        tmp_path: Path,
+        compiler: Path,
+        setting: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        (sources.parent / "lib").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", setting)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert compile_library().parent == tmp_path / ".cache" / "flowprefill" / "native"
+
+
+class TestDigest:
+    """A library is used for the sources and options that it was made of, and for no others."""
+
+    def test_every_source_counts(self, sources: Path) -> None:
+        digests = {library.source_digest()}
+        for path in sorted(sources.iterdir()):
+            path.write_text(path.read_text() + "\n")
+            library.source_digest.cache_clear()
+            digests.add(library.source_digest())
+        assert len(digests) == 1 + len(list(sources.iterdir())) > 2
+
+    def test_options_count(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = library.source_digest()
+        monkeypatch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-O2"))
+        library.source_digest.cache_clear()
+        assert library.source_digest() != before
+
+    def test_a_library_of_other_sources_is_not_found(self, sources: Path, compiler: Path) -> None:
+        path = compile_library()
+        assert library._find() == path
+        header = sources / "team.h"
+        header.write_text(header.read_text() + "\n")
+        library.source_digest.cache_clear()
+        assert library._find() is None
+        assert compile_library() != path
+
+
+class TestCpu:
+    def test_missing_instructions_are_named(self) -> None:
+        with pytest.raises(NativeUnavailableError, match="has no avx512cd, avx512vl"):
+            check_cpu(frozenset(AVX512 - {"avx512cd", "avx512vl"}))
+
+    def test_bf16_instructions_may_be_missing(self) -> None:
+        if platform.machine() != "x86_64":
+            pytest.skip("another machine")
+        check_cpu(frozenset(AVX512))
+
+    @pytest.mark.parametrize(("function", "answer"), [("machine", "aarch64"), ("system", "Darwin")])
+    def test_other_machines_are_refused(
+        self, function: str, answer: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(platform, function, lambda: answer)
+        with pytest.raises(NativeUnavailableError, match="x86-64 Linux"):
+            check_cpu(frozenset(AVX512))
+
+
+class TestMain:
+    def test_it_says_where_the_library_is(self) -> None:
+        require_native("float32")
+        said: list[str] = []
+        library.main(said.append)
+        assert said == [f"native CPU kernels: {library._find()}"]
+
+    def test_where_there_can_be_none_it_says_why_and_does_not_fail(
+        self, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        use_compiler(tmp_path, "echo 'error: broken' >&2; exit 1", monkeypatch)
+        said: list[str] = []
+        library.main(said.append)
+        assert len(said) == 1 and "torch's operators are used instead" in said[0]
+        if cpu_flags() >= AVX512:
+            assert said[0].endswith("failed: error: broken")
+
+
+def test_two_who_compile_at_once_both_get_a_whole_library(tmp_path: Path, compiler: Path) -> None:
+    """As if the other had been quicker."""
+    kept = tmp_path / "kept"
+    first = compile_library([kept])
+    inode = first.stat().st_ino
+    opened = os.open(first, os.O_RDONLY)
+    assert compile_library([kept]) == first
+    assert first.stat().st_ino != inode  # replaced, not written into: who has it open keeps it
+    assert os.read(opened, 100) == b"built\n"
+    os.close(opened)
