@@ -50,8 +50,10 @@ fmt: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Any of `flowprefill bench --help`, for example: make bench BENCH=prefill ARGS="--rounds 5"
+BENCH ?= hol
 bench: $(READY)
-	$(BIN)/flowprefill bench hol $(ARGS)
+	$(BIN)/flowprefill bench $(BENCH) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

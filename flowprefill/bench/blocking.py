@@ -70,13 +70,17 @@ def run(
         Granularity.parse(name)  # a typing error ends the run before its first minute
     config = load_model_json(model_json)
     lengths = sorted(set(long_tokens or LENGTHS))
-    results = measure(config, names, lengths, preemptions, short_tokens, seed)
+    results, kernels = measure(config, names, lengths, preemptions, short_tokens, seed)
     Console().print(make_table(results))
     if plot is not None:
         draw(results, 2 * config.max_slice_ms, plot)
-    facts = {"short_tokens": short_tokens, "max_slice_ms": config.max_slice_ms}
-    ratios = layer_to_tile(results)
-    print_json({**results, **ratios, "run": {**describe_run(config, seed), **facts}}, json_out)
+    facts = {
+        **describe_run(config, seed),
+        "kernels": kernels,
+        "max_slice_ms": config.max_slice_ms,
+        "short_tokens": short_tokens,
+    }
+    print_json({**results, **layer_to_tile(results), "run": facts}, json_out)
 
 
 def measure(
@@ -86,8 +90,11 @@ def measure(
     preemptions: int,
     short_tokens: int,
     seed: int,
-) -> Results:
-    """One engine for each granularity, all lengths on it; shows progress on standard error."""
+) -> tuple[Results, str]:
+    """One engine for each granularity, all lengths on it; shows progress on standard error.
+
+    Returns the figures, and whose kernels ran.
+    """
     from flowprefill.bench.blocking_run import BlockingBench
     from flowprefill.bench.session import Session
 
@@ -105,7 +112,8 @@ def measure(
                     progress.describe(f"{name}, {length} tokens")
                     cell = bench.measure(num_tokens, preemptions, progress.advance)
                     results[name][str(length)] = summarise(cell, num_tokens)
-    return results
+                kernels = session.engine.info.kernels
+    return results, kernels
 
 
 def summarise(cell: Cell, num_tokens: int) -> dict[str, Any]:
@@ -165,6 +173,8 @@ def make_table(results: Results) -> Table:
 
 def draw(results: Results, promised_ms: float, path: Path) -> None:
     """Blocking times over prompt lengths: 99th percentiles as lines, medians dashed."""
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
     with figure(path, (7, 4.5)) as axes:
         for index, (name, by_length) in enumerate(results.items()):
             tokens = [one["num_tokens"] for one in by_length.values()]
@@ -174,6 +184,8 @@ def draw(results: Results, promised_ms: float, path: Path) -> None:
         axes.axhline(promised_ms, color="grey", linewidth=1, label="promised p99 of tile")
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(tokens, [str(count) for count in tokens])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.minorticks_off()
         axes.set_xlabel("tokens of the long prompt")
         axes.set_ylabel("blocking time, ms (dashed: median)")

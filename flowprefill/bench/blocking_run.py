@@ -115,10 +115,10 @@ class BlockingBench:
             num_before = len(session.engine.stats().blocking_s)
             short = session.wait_end(session.submit(self._short_prompt(), SHORT_SLO))
             new = session.engine.stats().blocking_s[num_before:]
-            if not new:
-                break  # the long one was done before it started
+            if not new and long.finish_reason is not None:
+                break  # it found the device free
             blocking_s += new
-            shorts_s += short.ttft_s - new[0]
+            shorts_s += short.ttft_s - sum(new)  # without a new one: it came before the first slice
         own_s = session.wait_end(long).ttft_s - shorts_s
         return Interrupted(own_s, undisturbed_s, blocking_s)
 

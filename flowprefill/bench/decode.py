@@ -128,7 +128,7 @@ def measure(
                 with progress.step(one.name):
                     seconds = one.decode_s(lengths.context, lengths.tokens, seed + 1 + index)
                     measured.peers_s[one.name].append(seconds / lengths.tokens)
-        measured.facts = describe_peers(conditions, running)
+        measured.facts = {"kernels": info.kernels, **describe_peers(conditions, running)}
     return measured
 
 

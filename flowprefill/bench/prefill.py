@@ -120,13 +120,17 @@ def measure(
         ways = _ways(model, predictor, running)
         rounds: dict[int, Rounds] = {}
         gemm: list[float] = []
+
+        def on_round() -> None:  # often: on a machine with noise the best of few is no ceiling
+            gemm.append(gemm_flops(model.spec, model.dtype, model.device.torch_device))
+            progress.advance()
+
         for length, num_tokens in counts.items():
             progress.describe(f"{length} tokens")
-            gemm.append(gemm_flops(model.spec, model.dtype, model.device.torch_device))
             these = {name: partial(prefill, num_tokens) for name, prefill in ways.items()}
-            rounds[length] = run_rounds(these, max_rounds, budget_s, seed, progress.advance)
+            rounds[length] = run_rounds(these, max_rounds, budget_s, seed, on_round)
             progress.advance(max_rounds - rounds[length].num_rounds)
-        facts = describe_peers(conditions, running)
+        facts = {"kernels": model.kernels, **describe_peers(conditions, running)}
         return Measured(model.spec, facts, counts, rounds, max(gemm))
 
 

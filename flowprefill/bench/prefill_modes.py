@@ -23,6 +23,7 @@ from flowprefill.programs.program import Program, ProgramState, SequenceInput
 from flowprefill.sampling_params import SamplingParams
 
 MODES = ("sliced", "unchecked", "whole")
+_GREEDY = SamplingParams(temperature=0.0)
 _NEVER_S = 1e18
 """The time of a timer that does not fire."""
 
@@ -49,7 +50,7 @@ class Prefiller:
             self._executor.run(state, self._should_leave)
         else:
             self._run_unchecked(state)
-        self._sampler.sample(state.logits, [SamplingState(SamplingParams(), (), (), 0)])
+        self._sampler.sample(state.logits, [SamplingState(_GREEDY, (), (), seed=0)])
         return time.perf_counter() - start_s
 
     def _start(

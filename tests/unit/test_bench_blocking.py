@@ -87,7 +87,7 @@ def test_layers_are_compared_with_tiles_at_the_longest_prompt() -> None:
 
 def test_a_run_has_the_preemptions_asked_for_in_each_cell(model: Path, tmp_path: Path) -> None:
     config = EngineConfig(str(model), num_threads=1)
-    results = blocking.measure(config, ["tile", "layer"], [500, 2048], 6, 4, seed=0)
+    results, _ = blocking.measure(config, ["tile", "layer"], [500, 2048], 6, 4, seed=0)
     for by_length in results.values():
         assert [cell["num_preemptions"] for cell in by_length.values()] == [6, 6]
         assert [cell["num_tokens"] for cell in by_length.values()] == [500, 2047]
