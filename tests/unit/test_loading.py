@@ -145,7 +145,7 @@ class TestDtype:
 def test_progress_names_its_stages_and_ends_at_one(directory: Path) -> None:
     calls: list[tuple[str, float]] = []
     load_model(
-        EngineConfig(model=str(directory), device="cpu", num_threads=1),
+        EngineConfig(model=str(directory), device="cpu", num_threads=1, kernels="torch"),
         lambda stage, fraction: calls.append((stage, fraction)),
     )
     stages = list(dict.fromkeys(stage for stage, _ in calls))

@@ -16,6 +16,7 @@ from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel, load_model
 from flowprefill.programs.program import ProgramState, SequenceInput
 from flowprefill.programs.slices import SliceLimits
+from tests.native_kernels import require_native
 
 WHOLE = Granularity("whole")
 TILE = Granularity("tile")
@@ -26,8 +27,10 @@ def load_quietly(
     path: Path, dtype: str = "float32", limits: SliceLimits | None = None, **config: Any
 ) -> LoadedModel:
     """load_model on one CPU thread. limits: instead of the device's, so that a tiny model has
-    several tiles.
+    several tiles. With kernels="native", skips the test where there are none.
     """
+    if config.get("kernels") == "native":
+        require_native(dtype)
     settings = EngineConfig(
         model=str(path), dtype=dtype, device="cpu", **{"num_threads": 1, **config}
     )

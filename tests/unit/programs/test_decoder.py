@@ -10,6 +10,7 @@ import torch
 from flowprefill.granularity import Granularity
 from flowprefill.programs.slices import Group, Slice, SliceLimits
 from tests.factories import ARCHITECTURES, write_tiny_model
+from tests.native_kernels import KERNELS
 from tests.unit.programs.reference import transformers_logits
 from tests.unit.programs.runs import TILE, WHOLE, Runner, load_quietly, random_tokens, run_to_end
 
@@ -34,11 +35,19 @@ def dtype(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(params=[("llama", 2), ("qwen3", 1)], ids=("llama", "qwen3"))
-def runner(request: pytest.FixtureRequest, directories: dict[str, Path], dtype: str) -> Runner:
+def runner(
+    request: pytest.FixtureRequest, directories: dict[str, Path], dtype: str, kernels: str
+) -> Runner:
     """A model with several tiles, on two threads or on one."""
     architecture, num_threads = request.param
-    return Runner(load_quietly(directories[architecture], dtype, LIMITS, num_threads=num_threads))
+    path = directories[architecture]
+    return Runner(load_quietly(path, dtype, LIMITS, num_threads=num_threads, kernels=kernels))
 
 
 @pytest.fixture
@@ -48,9 +57,9 @@ def llama(directories: dict[str, Path]) -> Runner:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_and_greedy_tokens_equal_transformers(
-    architecture: str, directories: dict[str, Path]
+    architecture: str, directories: dict[str, Path], kernels: str
 ) -> None:
-    runner = Runner(load_quietly(directories[architecture], limits=LIMITS))
+    runner = Runner(load_quietly(directories[architecture], limits=LIMITS, kernels=kernels))
     for length in PROMPT_LENGTHS:
         prompt = random_tokens(length, seed=length)
         expected = transformers_logits(directories[architecture], prompt, 8)
@@ -120,10 +129,10 @@ def test_passes_that_alternate_slice_by_slice_give_the_bits_of_each_alone(runner
     assert all(torch.equal(s.logits[0], a) for s, a in zip(states, alone, strict=True))
 
 
-def test_a_model_of_one_layer_equals_transformers(tmp_path: Path) -> None:
+def test_a_model_of_one_layer_equals_transformers(tmp_path: Path, kernels: str) -> None:
     path = write_tiny_model(tmp_path, num_layers=1)
     prompt = random_tokens(40)
-    logits, tokens = Runner(load_quietly(path, limits=LIMITS)).greedy(prompt, 4)
+    logits, tokens = Runner(load_quietly(path, limits=LIMITS, kernels=kernels)).greedy(prompt, 4)
     expected = transformers_logits(path, prompt, 4)
     torch.testing.assert_close(logits, expected.logits, atol=1e-4, rtol=0)
     assert tokens == expected.token_ids
