@@ -94,7 +94,7 @@ def wait_stopped(peer: Peer) -> None:
 
 def test_a_peer_measures_when_asked_and_stands_still_in_between(model: Path) -> None:
     with start_peers([transformers_peer(model)], CONDITIONS) as (peer,):
-        assert peer.version.startswith("transformers 5")
+        assert peer.version.startswith("transformers ")
         wait_stopped(peer)
         assert 0 < peer.prefill_s(200, seed=1) < 60
         assert 0 < peer.decode_s(200, decode=4, seed=1) < 60
