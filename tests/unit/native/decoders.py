@@ -161,12 +161,16 @@ def make_decoder(
     block_size: int = 16,
     num_sequences: int = 2,
     max_len: int = MAX_LEN,
+    weights: DecoderWeights | None = None,
 ) -> Decoder:
-    """Skips the test where `kernels` cannot run. What no one has written in the cache is NaN."""
+    """Skips the test where `kernels` cannot run. What no one has written in the cache is NaN.
+
+    weights: None = those of make_weights
+    """
     is_native = kernels == "native"
     if is_native:
         require_native(dtype)
-    weights = make_weights(spec, dtype)
+    weights = weights or make_weights(spec, dtype)
     weights = replace(weights, layers=list(weights.layers))  # operators take the layers out
     share = -(-max_len // block_size)
     cache = KVCache(

@@ -46,7 +46,7 @@ def decoder(request: pytest.FixtureRequest, spec: ModelSpec, dtype: torch.dtype)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def prefill(decoder: Decoder, num_tokens: int, sequence: int = 0) -> Tensor:
@@ -63,7 +63,7 @@ def test_qkv(alone: Decoder, decoder: Decoder) -> None:
         decoder.fill_cache(float("nan"))
         part = decoder.qkv(hidden[start:end], decoder.rows(0, start, end))
         assert same_bits(part, q[start:end]), (start, end)
-        assert same_bits(decoder.kv(0, start, end).contiguous(), kv[:, start:end]), (start, end)
+        assert same_bits(decoder.kv(0, start, end), kv[:, start:end]), (start, end)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 32, 63, 64, 65])
@@ -77,7 +77,7 @@ def test_qkv_in_parts_leaves_the_cache_of_the_whole(
         end = min(start + cut, NUM_ROWS)
         decoder.qkv(hidden[start:end], decoder.rows(0, start, end))
     ours, expected = decoder.kv(0, 0, NUM_ROWS), alone.kv(0, 0, NUM_ROWS)
-    assert same_bits(ours.contiguous(), expected)
+    assert same_bits(ours, expected)
 
 
 def test_qkv_of_packed_prompts(alone: Decoder, decoder: Decoder) -> None:
@@ -90,9 +90,25 @@ def test_qkv_of_packed_prompts(alone: Decoder, decoder: Decoder) -> None:
         end = start + length
         expected = alone.qkv(hidden[start:end], alone.rows(0, 0, length))
         assert same_bits(q[start:end], expected), length
-        kv = alone.kv(0, 0, length).contiguous()
-        assert same_bits(decoder.kv(i, 0, length).contiguous(), kv), length
+        assert same_bits(decoder.kv(i, 0, length), alone.kv(0, 0, length)), length
         start = end
+
+
+def test_qkv_of_a_row_of_each_sequence(alone: Decoder, decoder: Decoder) -> None:
+    """As a decode step runs it: neighbours in the call are no neighbours in the cache."""
+    contexts = (1, 15, 2, 64, 63, 7)
+    for i, context in enumerate(contexts):
+        prefill(decoder, context, i)
+    hidden = random_hidden(decoder.spec, len(contexts), decoder.dtype)
+    rows = join([decoder.rows(i, n, n + 1) for i, n in enumerate(contexts)])
+    q = decoder.qkv(hidden, rows)
+    for i, context in enumerate(contexts):
+        alone.fill_cache(float("nan"))
+        prefill(alone, context)
+        expected = alone.qkv(hidden[i : i + 1], alone.rows(0, context, context + 1))
+        assert same_bits(q[i : i + 1], expected), context
+        kv = alone.kv(0, 0, context + 1)
+        assert same_bits(decoder.kv(i, 0, context + 1), kv), context
 
 
 @pytest.mark.parametrize("context", [150, 515, 700])
@@ -130,7 +146,7 @@ def test_logits(alone: Decoder, decoder: Decoder) -> None:
     hidden = random_hidden(decoder.spec, NUM_ROWS, decoder.dtype)
     whole = alone.operators.logits(hidden)
     for start, end in ((0, NUM_ROWS), *PARTS):
-        part = decoder.operators.logits(hidden[start:end].contiguous())
+        part = decoder.operators.logits(hidden[start:end])
         assert same_bits(part, whole[start:end]), (start, end)
 
 
@@ -142,7 +158,7 @@ def test_a_layer_is_qkv_then_attention_then_mlp(alone: Decoder, decoder: Decoder
         if context:
             prefill(decoder, context, i)
     together = decoder.layer(hidden, join(rows), decoder.attended(range(6), contexts))
-    kv = [decoder.kv(i, n, n + 1).contiguous() for i, n in enumerate(contexts)]
+    kv = [decoder.kv(i, n, n + 1) for i, n in enumerate(contexts)]
     for i, context in enumerate(contexts):
         alone.fill_cache(float("nan"))
         if context:
@@ -151,7 +167,7 @@ def test_a_layer_is_qkv_then_attention_then_mlp(alone: Decoder, decoder: Decoder
         attended = alone.attended([0], [context])
         in_steps = alone.mlp(x, alone.attention(alone.qkv(x, row), attended))
         assert same_bits(together[i : i + 1], in_steps), context
-        assert same_bits(kv[i], alone.kv(0, context, context + 1).contiguous()), context
+        assert same_bits(kv[i], alone.kv(0, context, context + 1)), context
 
 
 @pytest.mark.parametrize("num_sequences", [1, 17, 40])
@@ -193,6 +209,26 @@ def test_what_nobody_has_written_does_not_show(decoder: Decoder) -> None:
     over_nan, over_zeros = results[:66], results[66:]
     assert all(r.isfinite().all() for r in over_nan)
     assert all(same_bits(a, b) for a, b in zip(over_nan, over_zeros, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [6, NUM_ROWS])
+def test_a_row_of_nan_stays_alone(decoder: Decoder, num_rows: int) -> None:
+    """One broken request harms nobody else, and does not look sound."""
+    hidden = random_hidden(decoder.spec, num_rows, decoder.dtype)
+    broken = hidden.clone()
+    broken[3] = float("nan")
+    rows = decoder.rows(0, 0, num_rows)
+    others = [i for i in range(num_rows) if i != 3]
+    attended = decoder.qkv(hidden, rows)
+    operators = (
+        lambda x: decoder.qkv(x, rows),
+        lambda x: decoder.mlp(x, attended),
+        decoder.operators.logits,
+    )
+    for operator in operators:
+        expected, result = operator(hidden), operator(broken)
+        assert same_bits(result[others], expected[others])
+        assert result[3].isnan().all()
 
 
 def test_closing_ends_its_threads(spec: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -144,6 +145,41 @@ def test_mlp(native: Decoder, other: Decoder, reference: Reference) -> None:
     attended = torch.randn(NUM_ROWS, spec.q_size).to(native.dtype)
     results = [decoder.mlp(hidden, attended) for decoder in (native, other)]
     check(results[0], results[1], reference.mlp(LAYER, hidden, attended), native.dtype)
+
+
+def test_mlp_of_gates_far_from_zero(dtype: torch.dtype) -> None:
+    """Where e^-x leaves the range of fp32, and silu is 0 or x."""
+    spec = SHAPES["odd_panels"]
+    weights = make_weights(spec, dtype)
+    layers = [replace(layer, post_norm=100 * layer.post_norm) for layer in weights.layers]
+    weights = replace(weights, layers=layers)
+    hidden = random_hidden(spec, NUM_ROWS, dtype)
+    attended = torch.randn(NUM_ROWS, spec.q_size).to(dtype)
+    ours, theirs = (
+        make_decoder(kernels, spec, dtype, weights=weights).mlp(hidden, attended)
+        for kernels in ("native", "torch")
+    )
+    check(ours, theirs, Reference(spec, weights).mlp(LAYER, hidden, attended), dtype)
+
+
+@pytest.mark.parametrize("gate", [-1e4, -200.0, -100.0, -50.0, -20.0, -5.0, 0.0, 5.0, 100.0, 1e4])
+def test_silu_of_one_gate(gate: float) -> None:
+    """A model of which one gate, one up and one down row are all that there is."""
+    spec = make_spec(32, 1, 1, 16, 16, 32)
+    weights = make_weights(spec, torch.float32)
+    layers = []
+    for layer in weights.layers:
+        o_proj, gate_up = torch.zeros_like(layer.o_proj), torch.zeros_like(layer.gate_up)
+        down = torch.zeros_like(layer.down)
+        gate_up[0, 0], gate_up[spec.intermediate_size, 0], down[1, 0] = gate, 1.0, 1.0
+        layers.append(replace(layer, o_proj=o_proj, gate_up=gate_up, down=down))
+    weights = replace(weights, layers=layers)
+    decoder = make_decoder("native", spec, torch.float32, weights=weights)
+    hidden = torch.ones(1, spec.hidden_size)
+    attended = torch.zeros(1, spec.q_size)
+    ours = decoder.mlp(hidden, attended)[0, 1] - hidden[0, 1]
+    theirs = Reference(spec, weights).mlp(LAYER, hidden, attended)[0, 1] - hidden[0, 1]
+    assert abs(ours - theirs) <= 1e-6 * (1 + abs(theirs))
 
 
 def test_logits(native: Decoder, other: Decoder, reference: Reference) -> None:
