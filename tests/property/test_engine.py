@@ -18,6 +18,7 @@ from flowprefill.sampling_params import SamplingParams
 from flowprefill.scheduler.policy import POLICIES
 from tests.engine_harness import QUEUE_TIMEOUT_S, Answer, alone, kv_bytes, running
 from tests.factories import make_request, write_tiny_model
+from tests.native_kernels import KERNELS, require_native
 
 EXAMPLE_LIMIT_S = 20.0
 """Of one example, which takes some tenths of a second."""
@@ -57,11 +58,18 @@ def of_kind(kind: int, req_id: int, slo: SLO | None = None, tenant: str = "") ->
 
 
 @functools.cache
-def answers_alone(model: Path) -> dict[int, Answer]:
-    return alone(model, *(of_kind(kind, kind) for kind in range(NUM_KINDS)))
+def answers_alone(model: Path, kernels: str) -> dict[int, Answer]:
+    return alone(model, *(of_kind(kind, kind) for kind in range(NUM_KINDS)), kernels=kernels)
 
 
-@settings(deadline=None, max_examples=30)
+@pytest.fixture(scope="module", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        require_native("bfloat16")
+    return request.param
+
+
+@settings(deadline=None, max_examples=15)
 @given(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -80,6 +88,7 @@ def answers_alone(model: Path) -> dict[int, Answer]:
 )
 def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     model: Path,
+    kernels: str,
     seed: int,
     policy: str,
     granularity: str,
@@ -96,13 +105,14 @@ def test_every_request_ends_once_with_the_tokens_it_gets_alone(
     num_slices: int,
 ) -> None:
     """num_slices: over which requests arrive and are cancelled."""
-    expected = answers_alone(model)
+    expected = answers_alone(model, kernels)
     draw = random.Random(seed)
     kinds = [draw.randrange(NUM_KINDS) for _ in range(num_requests)]
     cancelled = {i for i in range(num_requests) if draw.random() < cancel_rate}
     old = {i for i in range(num_requests) if draw.random() < timeout_rate}
     with running(
         model,
+        kernels=kernels,
         policy=policy,
         granularity=granularity,
         kv_cache_memory_bytes=kv_bytes(kv_tokens, NUM_LAYERS),

@@ -85,7 +85,7 @@ class TestCompile:
     def test_a_compiler_that_hangs_is_ended(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        use_compiler(tmp_path, "exec sleep 100", monkeypatch)
+        use_compiler(tmp_path, "exec /bin/sleep 100", monkeypatch)
         monkeypatch.setattr(library, "_COMPILE_TIMEOUT_S", 0.2)
         with pytest.raises(NativeUnavailableError, match="ran for"):
             compile_library([tmp_path / "kept"])
