@@ -102,7 +102,7 @@ def test_the_memory_lives_as_long_as_any_piece() -> None:
     gc.collect()
     second.fill_(2.0)
     assert second.sum() == 20
-    assert virtual_bytes() >= before + size
+    assert virtual_bytes() > before + size // 2
     del second
     gc.collect()
-    assert virtual_bytes() < before + size
+    assert virtual_bytes() < before + size // 2

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from flowprefill.programs.model_spec import ModelSpec
-from tests.unit.native.decoders import Decoder, join, make_decoder, make_spec, random_hidden
+from tests.unit.native.decoders import (
+    Decoder,
+    join,
+    make_decoder,
+    make_spec,
+    make_weights,
+    random_hidden,
+)
 
 SPECS = {
     "grouped": make_spec(96, 7, 1, 64, 208, 49),
@@ -232,14 +239,14 @@ def test_a_row_of_nan_stays_alone(decoder: Decoder, num_rows: int) -> None:
 
 
 def test_closing_ends_its_threads(spec: ModelSpec) -> None:
-    def num_threads() -> int:
-        return sum(1 for _ in Path("/proc/self/task").iterdir())
+    def threads() -> set[str]:
+        return {path.name for path in Path("/proc/self/task").iterdir()}
 
-    decoder = make_decoder("native", spec, torch.float32, num_threads=1)
-    before = num_threads()
-    more = make_decoder("native", spec, torch.float32, num_threads=4)
-    assert num_threads() == before + 3
-    prefill(more, 100)
-    del more
-    assert num_threads() == before
-    prefill(decoder, 10)
+    make_weights(spec, torch.float32)  # torch may start threads of its own
+    before = threads()
+    decoder = make_decoder("native", spec, torch.float32, num_threads=4)
+    prefill(decoder, 100)
+    started = threads() - before
+    assert len(started) >= 3
+    del decoder
+    assert len(started & threads()) <= len(started) - 3
