@@ -69,6 +69,8 @@ class Harness:
         with mock.patch("flowprefill.loading.make_device", lambda *args: self.device):
             self.engine = Engine(config, self._on_output)
         self.device.num_slices = 0  # those of the profile
+        program = self.engine._model.program
+        program.limits = dataclasses.replace(program.limits, decode_bytes=0)  # a layer is a slice
         scheduler = self.engine._scheduler
         limit = min(PACK_TOKENS, Granularity.parse(config.granularity).chunk_tokens or PACK_TOKENS)
         scheduler._options = dataclasses.replace(scheduler._options, max_pack_tokens=limit)

@@ -15,7 +15,7 @@ import torch
 
 from flowprefill.errors import ConfigError
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.slices import NATIVE_KEY_TILES, SliceLimits
+from flowprefill.programs.slices import NATIVE_KEY_TILES, TORCH_KEY_TILES, SliceLimits
 
 
 class Device(Protocol):
@@ -53,6 +53,7 @@ class CpuDevice:
     _LINEAR_FLOPS = {torch.bfloat16: 200e9, torch.float32: 100e9}  # noqa: RUF012
     _NATIVE_ATTENTION_FLOPS = {torch.bfloat16: 160e9, torch.float32: 80e9}  # noqa: RUF012
     _TORCH_ATTENTION_FLOPS = 60e9
+    _BYTES_PER_S = 20e9
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -65,12 +66,18 @@ class CpuDevice:
     def slice_limits(
         self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
     ) -> SliceLimits:
-        linear = self.num_threads * self._LINEAR_FLOPS[dtype]
+        attention_flops = self._TORCH_ATTENTION_FLOPS
         if is_native:
-            attention = self.num_threads * self._NATIVE_ATTENTION_FLOPS[dtype]
-            return SliceLimits.for_device(spec, max_slice_s, linear, attention, NATIVE_KEY_TILES)
-        attention = self.num_threads * self._TORCH_ATTENTION_FLOPS
-        return SliceLimits.for_device(spec, max_slice_s, linear, attention)
+            attention_flops = self._NATIVE_ATTENTION_FLOPS[dtype]
+        return SliceLimits.for_device(
+            spec,
+            max_slice_s,
+            linear_flops=self.num_threads * self._LINEAR_FLOPS[dtype],
+            attention_flops=self.num_threads * attention_flops,
+            bytes_per_s=self.num_threads * self._BYTES_PER_S,
+            value_bytes=dtype.itemsize,
+            key_tiles=NATIVE_KEY_TILES if is_native else TORCH_KEY_TILES,
+        )
 
     def use_in_this_thread(self) -> None:
         torch.set_num_threads(self.num_threads)
@@ -127,6 +134,7 @@ class CudaDevice:
 
     _LINEAR_FLOPS = 300e12
     _ATTENTION_FLOPS = 100e12
+    _BYTES_PER_S = 2e12
     default_dtype = torch.bfloat16
     num_threads = 1
 
@@ -147,7 +155,12 @@ class CudaDevice:
     ) -> SliceLimits:
         # half a slice each: two are in flight, and their sum bounds the blocking time
         return SliceLimits.for_device(
-            spec, max_slice_s / 2, self._LINEAR_FLOPS, self._ATTENTION_FLOPS
+            spec,
+            max_slice_s / 2,
+            self._LINEAR_FLOPS,
+            self._ATTENTION_FLOPS,
+            self._BYTES_PER_S,
+            dtype.itemsize,
         )
 
     def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:

@@ -22,6 +22,7 @@ class BlockTable:
         """block_ids: the request's blocks in token order."""
         self.block_size = block_size
         self.num_blocks = 0
+        self._block_ids: list[int] = []
         self.first = 0
         self.is_contiguous = True
         self._padding = MAX_KEY_TILE // block_size + 1
@@ -38,9 +39,16 @@ class BlockTable:
             longer = self.ids.new_zeros(2 * end + self._padding)
             longer[:start] = self.ids[:start]
             self.ids = longer
+        self._block_ids += block_ids
         self.ids[start:end] = torch.tensor(block_ids, dtype=torch.int64, device=self.ids.device)
         self.is_contiguous &= all(b == self.first + i for i, b in enumerate(block_ids, start))
         self.num_blocks = end
+
+    def slot(self, position: int) -> int:
+        """Slot of one token position."""
+        assert position < self.num_blocks * self.block_size, f"no block for token {position}"
+        block = self._block_ids[position // self.block_size]
+        return block * self.block_size + position % self.block_size
 
     def slots(self, start: int, end: int) -> Tensor:
         """Slots of token positions start..end: [end - start] int64."""

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -95,7 +96,7 @@ _FUNCTIONS = {
     "flowprefill_qkv": (None, [*[_POINTER] * 6, _INT]),
     "flowprefill_attention": (None, [*[_POINTER] * 5, _INT, _INT]),
     "flowprefill_mlp": (None, [*[_POINTER] * 4, _INT]),
-    "flowprefill_layer": (None, [*[_POINTER] * 8, _INT]),
+    "flowprefill_layers": (None, [_POINTER, _POINTER, _INT, *[_POINTER] * 6, _INT]),
     "flowprefill_logits": (None, [*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER]),
 }
 
@@ -104,7 +105,11 @@ _FUNCTIONS = {
 def load_library() -> ctypes.CDLL:
     """The library, compiled if need be (some seconds). Raises NativeUnavailableError."""
     check_cpu(cpu_flags())
-    library = ctypes.CDLL(str(_find() or compile_library()))
+    path = _find() or compile_library()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # damaged, of another system, or where nothing may be executed
+        raise NativeUnavailableError(f"the library cannot be loaded: {error}") from error
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -125,35 +130,42 @@ def compile_library(directories: list[Path] | None = None) -> Path:
 
     directories: None = this package, then the user's cache. Raises NativeUnavailableError.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    command = shlex.split(os.environ.get("CXX", ""))  # as make reads it: `ccache g++`
+    wanted = command[:1] or list(_COMPILERS)
+    compiler = next(filter(shutil.which, wanted), None)
     if compiler is None:
-        raise NativeUnavailableError(f"no C++ compiler is installed ({', '.join(_COMPILERS)})")
+        raise NativeUnavailableError(f"no C++ compiler is installed ({', '.join(wanted)})")
     problems = []
     for directory in directories or list(_directories()):
         try:
-            return _compile_into(directory, compiler)
+            return _compile_into(directory, [compiler, *command[1:]])
         except OSError as error:
             problems.append(str(error))
     raise NativeUnavailableError(f"the library cannot be kept anywhere: {'; '.join(problems)}")
 
 
-def _compile_into(directory: Path, compiler: str) -> Path:
+def _compile_into(directory: Path, compiler: list[str]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / _name()
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         built = Path(scratch, "library.so")
-        command = [compiler, *_OPTIONS, "-o", str(built), str(_SOURCES / "library.cpp")]
+        command = [*compiler, *_OPTIONS, "-o", str(built), str(_SOURCES / "library.cpp")]
         try:
             run = subprocess.run(
                 command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise NativeUnavailableError(f"{compiler} ran for {error.timeout:.0f} s") from error
+            raise NativeUnavailableError(f"{compiler[0]} ran for {error.timeout:.0f} s") from error
         if run.returncode != 0:
-            reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[0]
-            raise NativeUnavailableError(f"{compiler} failed: {reason}")
+            raise NativeUnavailableError(f"{compiler[0]} failed: {_reason(run)}")
         os.replace(built, target)  # others see all of it or nothing
     return target
+
+
+def _reason(run: subprocess.CompletedProcess[str]) -> str:
+    """The first error; before it come the files that were being read."""
+    lines = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+    return next((line for line in lines if "error" in line), lines[0])
 
 
 def _find() -> Path | None:

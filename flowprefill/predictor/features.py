@@ -22,7 +22,7 @@ FEATURE_NAMES: dict[str, tuple[str, ...]] = {
     "qkv": _PRODUCT_NAMES,
     "attention": ("", "row", "key", "masked key", "row x key", "row x masked key"),
     "mlp": _PRODUCT_NAMES,
-    "layer": (*_PRODUCT_NAMES, "key"),
+    "layers": (*_PRODUCT_NAMES, "key"),  # each times the layers
     "head": ("", "key"),
     "decode_attention": ("", "row", "key of a row", "key"),
     "logits": _PRODUCT_NAMES,
@@ -42,8 +42,9 @@ def slice_features(piece: Slice, tiles: KeyTiles) -> tuple[float, ...]:
     rows = piece.num_rows
     if piece.group is Group.HEAD:
         return 1.0, float(piece.num_keys)
-    if piece.group is Group.LAYER:
-        return (*_product_features(rows), float(rows * tiles.end(piece.num_keys // max(rows, 1))))
+    if piece.group is Group.LAYERS:
+        keys = float(rows * tiles.end(piece.num_keys // max(rows, 1)))
+        return tuple(piece.num_layers * f for f in (*_product_features(rows), keys))
     if piece.group is not Group.ATTENTION:
         return _product_features(rows)
     if piece.sequence is None:

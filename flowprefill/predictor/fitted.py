@@ -113,10 +113,10 @@ class FittedPredictor:
     def decode_step_s(self, num_seqs: int, num_context_tokens: int) -> float:
         if not num_seqs:
             return 0.0
-        layer_s = self._decode_layer_s(num_seqs, num_context_tokens)
+        layers_s = self._decode_layers_s(num_seqs, num_context_tokens)
         logits_s = self.profiled_s(Slice(Group.LOGITS, 0, num_seqs))
         choice_s = self._choice[0] + self._choice[1] * num_seqs
-        return self.speed_factor * (self._num_layers * layer_s + logits_s + choice_s)
+        return self.speed_factor * (layers_s + logits_s + choice_s)
 
     # ---- single slices ------------------------------------------------------------------------
 
@@ -154,13 +154,15 @@ class FittedPredictor:
         span = Span(index * size, (index + 1) * size)
         return self._passes.prefill_pass_s([span], is_final=False)
 
-    def _decode_layer_s(self, num_seqs: int, num_keys: int) -> float:
-        """One layer of a step over num_keys keys of all sequences, cut as plan_decode does."""
+    def _decode_layers_s(self, num_seqs: int, num_keys: int) -> float:
+        """All layers of a step over num_keys keys of all sequences, cut as plan_decode does."""
+        num_layers = self._num_layers
         if num_keys <= max_decode_keys(self._limits):
-            return self.profiled_s(Slice(Group.LAYER, 0, num_seqs, num_keys=num_keys))
-        rows_s = self.profiled_s(Slice(Group.QKV, 0, num_seqs))
-        rows_s += self.profiled_s(Slice(Group.MLP, 0, num_seqs))
-        return rows_s + self._decode_attention_s(num_seqs, num_keys // num_seqs)
+            piece = Slice(Group.LAYERS, 0, num_seqs, num_keys=num_keys, num_layers=num_layers)
+            return self.profiled_s(piece)  # linear in the layers, however they are grouped
+        layer_s = self.profiled_s(Slice(Group.QKV, 0, num_seqs))
+        layer_s += self.profiled_s(Slice(Group.MLP, 0, num_seqs))
+        return num_layers * (layer_s + self._decode_attention_s(num_seqs, num_keys // num_seqs))
 
     def _decode_attention_s(self, num_seqs: int, num_keys: int) -> float:
         """Attention of one layer over num_keys keys of each sequence, cut as plan_decode does."""

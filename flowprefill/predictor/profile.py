@@ -57,11 +57,19 @@ def _slice_to_json(piece: Slice) -> list[Any]:
         piece.sequence,
         piece.position,
         piece.num_keys,
+        piece.num_layers,
     ]
 
 
 def _sample_from_json(
-    group: Any, start: Any, end: Any, sequence: Any, position: Any, num_keys: Any, seconds: Any
+    group: Any,
+    start: Any,
+    end: Any,
+    sequence: Any,
+    position: Any,
+    num_keys: Any,
+    num_layers: Any,
+    seconds: Any,
 ) -> tuple[Slice, float]:
     piece = Slice(
         Group(group),
@@ -70,6 +78,7 @@ def _sample_from_json(
         sequence if sequence is None else _count(sequence),
         _count(position),
         _count(num_keys),
+        _count(num_layers),
     )
     if piece.num_rows <= 0:
         raise ValueError(f"a slice of {piece.num_rows} rows")

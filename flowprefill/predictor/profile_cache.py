@@ -14,7 +14,7 @@ from pathlib import Path
 from flowprefill.predictor.profile import Profile
 from flowprefill.user_cache import make_directory, replacing, user_cache_directory
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 """Part of every key; raised when the same passes would be read or taken in another way."""
 
 Key = Mapping[str, str | int]

@@ -119,7 +119,7 @@ class Profiler:
         left_s = PASS_S
         while not state.is_done:
             piece = state.next_slice
-            is_new_layer = piece.group in (Group.QKV, Group.LAYER) and piece.start == 0
+            is_new_layer = piece.group in (Group.QKV, Group.LAYERS) and piece.start == 0
             if is_new_layer and left_s < 0 and not to_end:
                 break
             started_s = self._clock.now_s()

@@ -55,7 +55,7 @@ class DecoderProgram:
     def decode(self, inputs: Sequence[SequenceInput]) -> DecoderState:
         """Start a decode step: one token of each sequence."""
         spans = [Span(i.start, i.start + 1) for i in inputs]
-        plan = plan_decode([s.end for s in spans], self.limits)
+        plan = plan_decode([s.end for s in spans], self.limits, self.spec.num_layers)
         return DecoderState(self, inputs, [(spans, plan)])
 
 
@@ -114,9 +114,10 @@ class DecoderState:
             self._last_layer_s = _sums_to_end(map(cost, plan.last_layer))
             later = self._passes[self._pass + 1 :]
             self._later_passes_s = sum(plan.total_s(cost, num_layers) for _, plan in later)
-        if self._layer == num_layers - 1:
+        num_behind = plan.num_groups(num_layers) - 1 - self._layer // plan.group_layers
+        if not num_behind:
             return self._last_layer_s[self._index] + self._later_passes_s
-        layers_between_s = (num_layers - 2 - self._layer) * self._layer_s[0]
+        layers_between_s = (num_behind - 1) * self._layer_s[0]
         this_layer_s = self._layer_s[self._index]
         return this_layer_s + layers_between_s + self._last_layer_s[0] + self._later_passes_s
 
@@ -133,8 +134,9 @@ class DecoderState:
             operators.attention(self._layer, self._queries(piece), self._attended(piece))
         elif piece.group is Group.MLP:
             operators.mlp(self._layer, self._hidden[rows], self._queries(piece))
-        elif piece.group is Group.LAYER:
-            operators.layer(self._layer, self._hidden, self._rows, self._q, self._one_row_each)
+        elif piece.group is Group.LAYERS:
+            layers = range(self._layer, self._layer + piece.num_layers)
+            operators.layers(layers, self._hidden, self._rows, self._q, self._one_row_each)
         elif piece.group is Group.HEAD:
             self._run_head()
         else:
@@ -143,7 +145,7 @@ class DecoderState:
 
     def _slices(self) -> tuple[Slice, ...]:
         plan = self._passes[self._pass][1]
-        is_last = self._layer == self._program.spec.num_layers - 1
+        is_last = self._layer + plan.group_layers >= self._program.spec.num_layers
         return plan.last_layer if is_last else plan.layer
 
     def _advance(self, done: Slice) -> bool:
@@ -153,8 +155,8 @@ class DecoderState:
         self._index += 1
         if self._index == len(self._slices()):
             self._index = 0
-            self._layer += 1
-        if self._layer == self._program.spec.num_layers:
+            self._layer += self._passes[self._pass][1].group_layers
+        if self._layer >= self._program.spec.num_layers:
             self._begin_next_pass()
             return True  # between two chunks
         return done.is_boundary
@@ -165,12 +167,9 @@ class DecoderState:
         self._layer = self._index = 0
         spans, plan = self._passes[self._pass]
         tokens: list[int] = []
-        positions, slots = [], []
         for span, sequence in zip(spans, self._inputs, strict=True):
             tokens += sequence.token_ids[span.start - sequence.start : span.end - sequence.start]
-            slots.append(sequence.table.slots(span.start, span.end))
-            positions.append(torch.arange(span.start, span.end, device=slots[-1].device))
-        self._rows = Rows(torch.cat(positions), torch.cat(slots))
+        self._rows = self._find_rows(spans)
         self._hidden = self._program.operators.embed(tokens)
         # Queries live from a QKV slice to the MLP slice of the same rows: those of one tile, or in
         # op order, and in a decode step, those of all rows.
@@ -178,6 +177,17 @@ class DecoderState:
         self._q_row0 = 0
         rows = len(tokens) if self._in_op_order else max(tiles, default=len(tokens))
         self._q = self._hidden.new_empty(rows, self._program.spec.q_size)
+
+    def _find_rows(self, spans: Sequence[Span]) -> Rows:
+        tables = [i.table for i in self._inputs]
+        device = tables[0].ids.device
+        if all(span.end - span.start == 1 for span in spans):  # a decode step: no time to lose
+            slots = [t.slot(s.start) for t, s in zip(tables, spans, strict=True)]
+            positions = [s.start for s in spans]
+            return Rows(*torch.tensor([positions, slots], device=device))
+        ranges = [torch.arange(s.start, s.end, device=device) for s in spans]
+        slot_ranges = [t.slots(s.start, s.end) for t, s in zip(tables, spans, strict=True)]
+        return Rows(torch.cat(ranges), torch.cat(slot_ranges))
 
     def _queries(self, piece: Slice) -> Tensor:
         """Queries of its rows, [rows, q_size]; attention's output overwrites them."""
@@ -204,7 +214,8 @@ class DecoderState:
         hidden, rows = self._hidden[last], self._rows[last]
         q = self._q.new_empty(len(spans), self._q.shape[1])
         operators = self._program.operators
-        operators.layer(self._layer, hidden, rows, q, self._one_row_each)
+        layers = range(self._layer, self._layer + 1)
+        operators.layers(layers, hidden, rows, q, self._one_row_each)
         self._logits = operators.logits(hidden)
 
 

@@ -76,7 +76,7 @@ class NativeOperators:
             _PackedLayer(spec, weights.layers.pop(0), arena, cache.k[i], cache.v[i])
             for i in range(spec.num_layers)
         ]
-        self._pointers = [ctypes.addressof(layer.pointers) for layer in self._layers]
+        self._pointers = array("q", [ctypes.addressof(layer.pointers) for layer in self._layers])
         self._lm_head = pack(weights.lm_head, arena)
         rotary = RotaryTable(
             rope_frequencies(spec), spec.max_position_embeddings, torch.device("cpu")
@@ -97,7 +97,9 @@ class NativeOperators:
         self._library = library = load_library()
         is_bf16 = dtype == torch.bfloat16
         self._decoder = library.flowprefill_open(ctypes.addressof(shape), is_bf16, num_threads)
-        weakref.finalize(self, library.flowprefill_close, self._decoder)
+        closing = weakref.finalize(self, library.flowprefill_close, self._decoder)
+        # at exit another thread may still be in the kernels; the process frees what is left
+        closing.atexit = False
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         return self._embed[torch.tensor(token_ids)]
@@ -135,11 +137,14 @@ class NativeOperators:
             len(hidden),
         )
 
-    def layer(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended) -> None:
+    def layers(
+        self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
+    ) -> None:
         tables, first = _addresses(attended)
-        self._library.flowprefill_layer(
+        self._library.flowprefill_layers(
             self._decoder,
-            self._pointers[layer],
+            self._pointers.buffer_info()[0] + layers.start * self._pointers.itemsize,
+            len(layers),
             _address(hidden),
             _address(q),
             _address(rows.positions),
@@ -202,7 +207,7 @@ def pack(weight: Tensor, arena: Arena) -> Tensor:
     words = weight.contiguous().view(torch.int32).view(columns, inner // values)
     into = packed.view(torch.int32).view(pairs, inner // values, _PAIR_COLUMNS).transpose(1, 2)
     whole = columns // _PAIR_COLUMNS
-    into[:whole].copy_(words[: whole * _PAIR_COLUMNS].view(whole, _PAIR_COLUMNS, -1))
+    into[:whole].copy_(words[: whole * _PAIR_COLUMNS].view(whole, _PAIR_COLUMNS, inner // values))
     if whole < pairs:
         rest = words[whole * _PAIR_COLUMNS :]
         into[whole, : len(rest)].copy_(rest)

@@ -69,8 +69,10 @@ class Operators(Protocol):
         """
         ...
 
-    def layer(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended) -> None:
-        """All of one layer, for one row of each sequence. Shapes as above."""
+    def layers(
+        self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
+    ) -> None:
+        """All of some layers, for one row of each sequence. Shapes as above."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class Group(enum.Enum):
     QKV = "qkv"  # norm, qkv projection, rope, K and V into the cache
     ATTENTION = "attention"
     MLP = "mlp"  # output projection, residual, norm, gated MLP, residual
-    LAYER = "layer"  # of a decode step: all three, if its sequences have few keys
+    LAYERS = "layers"  # of a decode step: all three of some layers, if there are few keys
     HEAD = "head"  # of a prefill: the last layer and the logits, for each sequence's last row
     LOGITS = "logits"  # of a decode step
 
@@ -44,6 +44,8 @@ class Slice:
     """Attention of a prefill: token position of row `start`."""
     num_keys: int = 0
     """Keys that a row reads at most (prefill), or that all rows read together (decode)."""
+    num_layers: int = 1
+    """LAYERS: how many."""
     is_boundary: bool = False
     """The task may be left after this slice."""
 
@@ -89,6 +91,12 @@ class SliceLimits:
     attention_work: int
     """Query rows x keys of an attention slice."""
     key_tiles: KeyTiles = TORCH_KEY_TILES
+    decode_bytes: int = 0
+    """Weights and cache that a slice of some layers of a decode step reads; one layer at least."""
+    layer_bytes: int = 1
+    """Weights of a layer."""
+    key_bytes: int = 0
+    """K and V of one token in one layer."""
 
     @staticmethod
     def for_device(
@@ -96,13 +104,30 @@ class SliceLimits:
         max_slice_s: float,
         linear_flops: float,
         attention_flops: float,
+        bytes_per_s: float,
+        value_bytes: int,
         key_tiles: KeyTiles = TORCH_KEY_TILES,
     ) -> SliceLimits:
-        """From the class's rate (FLOP/s) in matrix products and in attention."""
-        mlp_row = 2 * spec.hidden_size * (spec.q_size + 3 * spec.intermediate_size)
-        rows = _floor_to(max_slice_s * linear_flops / mlp_row, 64, MAX_TILE_ROWS)
-        work = int(max_slice_s * attention_flops / (4 * spec.q_size))
-        return SliceLimits(rows, work, key_tiles)
+        """From the class's rates: FLOP/s of products and of attention, bytes read per second.
+
+        value_bytes: of one weight, and of one value of K or V
+        """
+        mlp_weights = spec.hidden_size * (spec.q_size + 3 * spec.intermediate_size)
+        rows = _floor_to(max_slice_s * linear_flops / (2 * mlp_weights), 64, MAX_TILE_ROWS)
+        qkv_weights = spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+        return SliceLimits(
+            tile_rows=rows,
+            attention_work=int(max_slice_s * attention_flops / (4 * spec.q_size)),
+            key_tiles=key_tiles,
+            # half: a step of many rows computes more than it reads
+            decode_bytes=int(max_slice_s / 2 * bytes_per_s),
+            layer_bytes=(mlp_weights + qkv_weights) * value_bytes,
+            key_bytes=2 * spec.kv_size * value_bytes,
+        )
+
+    def decode_layers(self, num_keys: int) -> int:
+        """Layers of one slice of a decode step over num_keys keys of all sequences."""
+        return max(1, self.decode_bytes // (self.layer_bytes + num_keys * self.key_bytes))
 
     def attention_rows(self, num_keys: int) -> int:
         """Query rows of an attention slice that reads up to num_keys keys."""
@@ -123,14 +148,21 @@ class Span:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The slices of one pass: `layer` for every layer but the last, then `last_layer`."""
+    """The slices of one pass: `layer` for every layer, or group of layers, but the last, then
+    `last_layer`."""
 
     layer: tuple[Slice, ...]
     last_layer: tuple[Slice, ...]
+    group_layers: int = 1
+    """Layers of a group; the last one has what remains."""
+
+    def num_groups(self, num_layers: int) -> int:
+        return -(-num_layers // self.group_layers)
 
     def total_s(self, cost: Callable[[Slice], float], num_layers: int) -> float:
         """Seconds of the whole pass, by the seconds of a slice."""
-        return (num_layers - 1) * sum(map(cost, self.layer)) + sum(map(cost, self.last_layer))
+        num_before = self.num_groups(num_layers) - 1
+        return num_before * sum(map(cost, self.layer)) + sum(map(cost, self.last_layer))
 
 
 def plan_prefill(
@@ -157,7 +189,7 @@ def plan_prefill(
     return PassPlan(_mark(layer, granularity), _mark(last, granularity))
 
 
-def plan_decode(contexts: Sequence[int], limits: SliceLimits) -> PassPlan:
+def plan_decode(contexts: Sequence[int], limits: SliceLimits, num_layers: int) -> PassPlan:
     """Slices of one decode step, one row for each sequence.
 
     contexts: tokens of each sequence in the cache, the new one included. A step may be left after
@@ -166,8 +198,10 @@ def plan_decode(contexts: Sequence[int], limits: SliceLimits) -> PassPlan:
     rows = Slice(Group.QKV, 0, len(contexts), is_boundary=True)
     num_keys = sum(contexts)
     if num_keys <= max_decode_keys(limits):
-        layer = replace(rows, group=Group.LAYER, num_keys=num_keys)
-        return PassPlan((layer,), (layer, replace(rows, group=Group.LOGITS)))
+        count = min(num_layers, limits.decode_layers(num_keys))
+        group = replace(rows, group=Group.LAYERS, num_keys=num_keys, num_layers=count)
+        rest = replace(group, num_layers=(num_layers - 1) % count + 1)
+        return PassPlan((group,), (rest, replace(rows, group=Group.LOGITS)), count)
     steps = (rows, *_decode_attention_parts(contexts, limits), replace(rows, group=Group.MLP))
     return PassPlan(steps, (*steps, replace(rows, group=Group.LOGITS)))
 

@@ -87,10 +87,13 @@ class TorchOperators:
         normed = rmsnorm(hidden, weights.post_norm, self._spec.rms_norm_eps)
         hidden += weights.down(silu_and_mul(weights.gate_up(normed)))
 
-    def layer(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended) -> None:
-        self.qkv(layer, hidden, rows, q)
-        self.attention(layer, q, attended)
-        self.mlp(layer, hidden, q)
+    def layers(
+        self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
+    ) -> None:
+        for layer in layers:
+            self.qkv(layer, hidden, rows, q)
+            self.attention(layer, q, attended)
+            self.mlp(layer, hidden, q)
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = rmsnorm(hidden, self._norm, self._spec.rms_norm_eps)

@@ -21,7 +21,9 @@ class ScriptedEngine:
         self.submit_error: FlowPrefillError | None = None
         self.cancelled: list[int] = []
         self._on_output = on_output
-        self._info = EngineInfo("tiny", "cpu", "float32", 100, vocab_size, [1], 10, 16, "torch", True)
+        self._info = EngineInfo(
+            "tiny", "cpu", "float32", 100, vocab_size, [1], 10, 16, "torch", True
+        )
         self._submitted: dict[int, Request] = {}
         self._changed = threading.Condition()
 

@@ -46,7 +46,7 @@ def test_it_shows_the_fit_and_ends_with_the_figures(model_json: Path, tmp_path: 
     options = ("--prompts", "5", "--max-tokens", "200", "--refresh", "--seed", "3")
     result, figures = run(model_json, *options, "--plot", str(plot), "--json-out", str(json_out))
     assert "profile took" in result.stdout
-    for kind in TRUTH:
+    for kind in TRUTH.keys() - {"decode_attention"}:  # so short a context has no such slices
         assert kind in result.stdout
     assert figures["num_prompts"] == 5 and figures["is_cached"] is False
     assert figures["is_steady"] is True

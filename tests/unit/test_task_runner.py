@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ class Bench:
             num_preemptions=lambda req_id: 0,
         )
         coefficients = {
-            kind: (1.0, 0.0, 0.0) for kind in ("qkv", "attention", "mlp", "layer", "head", "logits")
+            kind: (1.0, 0.0, 0.0)
+            for kind in ("qkv", "attention", "mlp", "layers", "head", "logits")
         }
         predictor = FittedPredictor(coefficients, model.spec.num_layers, model.program.limits)
         self.passes = Passes(model.program, TILE, BLOCK, CPU, self)
@@ -137,7 +139,9 @@ class Bench:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = write_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2)
-    return load_quietly(path, kv_cache_memory_bytes=64 * BLOCK * 2 * 2 * 32 * 4)
+    model = load_quietly(path, kv_cache_memory_bytes=64 * BLOCK * 2 * 2 * 32 * 4)
+    model.program.limits = replace(model.program.limits, decode_bytes=0)  # a layer is a slice
+    return model
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@
 
 namespace flowprefill {
 
-// Shape of a model; matches flowprefill/native/kernels.py.
+// Shape of a model; matches flowprefill/native/library.py.
 struct ModelShape {
   int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, block_size;
   float eps, query_scale;
@@ -108,21 +108,26 @@ class Decoder {
     });
   }
 
-  // One whole layer of a decode step: a row of each sequence.
-  void layer(const LayerPointers& layer, Element* hidden, Element* q, const int64_t* positions,
-             const int64_t* slots, const int64_t* const* tables, const int64_t* first,
-             int num_seqs) {
+  // Some whole layers of a decode step: a row of each sequence.
+  void layers(const LayerPointers* const* layers, int num_layers, Element* hidden, Element* q,
+              const int64_t* positions, const int64_t* slots, const int64_t* const* tables,
+              const int64_t* first, int num_seqs) {
     const Rows rows{hidden, q, positions, slots, num_seqs};
     prepare(shared_, num_seqs);
     threads_.run([&](int member) {
       Team team(threads_, member);
-      float* sums = project(team, shared_, layer, rows, 0, num_seqs);
-      team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
-      attend(team, layer, q, tables, first, num_seqs, 1, [&](int seq, int head) {
-        finish_head(layer, rows, seq, head, sums + offset(seq, qkv_size()), false, false);
-      });
-      team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
-      feed_forward(team, shared_, layer, hidden, q, num_seqs);
+      for (int i = 0; i < num_layers; ++i) {
+        const LayerPointers& layer = *layers[i];
+        float* sums = project(team, shared_, layer, rows, 0, num_seqs);
+        team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
+        attend(team, layer, q, tables, first, num_seqs, 1, [&](int seq, int head) {
+          finish_head(layer, rows, seq, head, sums + offset(seq, qkv_size()), false, false);
+        });
+        team.wait(first_panels(team, layer.o_proj, q_size(), shape_.hidden / LANES));
+        feed_forward(team, shared_, layer, hidden, q, num_seqs);
+        if (i + 1 < num_layers)
+          team.wait(first_panels(team, layers[i + 1]->qkv, shape_.hidden, qkv_size() / LANES));
+      }
     });
   }
 

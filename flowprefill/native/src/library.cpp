@@ -1,4 +1,4 @@
-// The functions that Python calls (flowprefill/native/kernels.py). Pointers are trusted.
+// The functions that Python calls (flowprefill/native/library.py). Pointers are trusted.
 
 #include <cstdlib>
 #include <cstring>
@@ -15,9 +15,9 @@ class AnyDecoder {
   virtual void attention(const LayerPointers&, void* q, const int64_t* const* tables,
                          const int64_t* first, int num_seqs, int num_rows) = 0;
   virtual void mlp(const LayerPointers&, void* hidden, const void* attended, int num_rows) = 0;
-  virtual void layer(const LayerPointers&, void* hidden, void* q, const int64_t* positions,
-                     const int64_t* slots, const int64_t* const* tables, const int64_t* first,
-                     int num_seqs) = 0;
+  virtual void layers(const LayerPointers* const*, int num_layers, void* hidden, void* q,
+                      const int64_t* positions, const int64_t* slots,
+                      const int64_t* const* tables, const int64_t* first, int num_seqs) = 0;
   virtual void logits(const float* norm, const Word* lm_head, int vocab, const void* hidden,
                       int num_rows, float* out) = 0;
 };
@@ -37,10 +37,11 @@ class DecoderOf final : public AnyDecoder {
   void mlp(const LayerPointers& layer, void* hidden, const void* attended, int num_rows) override {
     decoder_.mlp(layer, out(hidden), in(attended), num_rows);
   }
-  void layer(const LayerPointers& layer, void* hidden, void* q, const int64_t* positions,
-             const int64_t* slots, const int64_t* const* tables, const int64_t* first,
-             int num_seqs) override {
-    decoder_.layer(layer, out(hidden), out(q), positions, slots, tables, first, num_seqs);
+  void layers(const LayerPointers* const* layers, int num_layers, void* hidden, void* q,
+              const int64_t* positions, const int64_t* slots, const int64_t* const* tables,
+              const int64_t* first, int num_seqs) override {
+    decoder_.layers(layers, num_layers, out(hidden), out(q), positions, slots, tables, first,
+                    num_seqs);
   }
   void logits(const float* norm, const Word* lm_head, int vocab, const void* hidden, int num_rows,
               float* result) override {
@@ -86,10 +87,10 @@ void flowprefill_mlp(AnyDecoder* decoder, const LayerPointers* layer, void* hidd
   decoder->mlp(*layer, hidden, attended, num_rows);
 }
 
-void flowprefill_layer(AnyDecoder* decoder, const LayerPointers* layer, void* hidden, void* q,
-                       const int64_t* positions, const int64_t* slots,
-                       const int64_t* const* tables, const int64_t* first, int num_seqs) {
-  decoder->layer(*layer, hidden, q, positions, slots, tables, first, num_seqs);
+void flowprefill_layers(AnyDecoder* decoder, const LayerPointers* const* layers, int num_layers,
+                        void* hidden, void* q, const int64_t* positions, const int64_t* slots,
+                        const int64_t* const* tables, const int64_t* first, int num_seqs) {
+  decoder->layers(layers, num_layers, hidden, q, positions, slots, tables, first, num_seqs);
 }
 
 void flowprefill_logits(AnyDecoder* decoder, const float* norm, const Word* lm_head, int vocab,

@@ -75,7 +75,7 @@ class Team {
   Team(Threads& threads, int member) : threads_(&threads), member_(member) {}
   bool is_alone() const;
   int member() const { return member_; }
-  // Calls work(i) once for each i in 0..count, shared among the members.
+  // Calls work(i) once for each i in 0..count, shared among the members; wait() before the next.
   template <class Work>
   void split(int count, const Work& work);
   // Returns when all members are here.
@@ -84,7 +84,6 @@ class Team {
  private:
   Threads* threads_ = nullptr;  // null: one member
   int member_ = 0;
-  int step_ = 0;
 };
 
 // The calling thread and num_threads - 1 others.
@@ -110,8 +109,7 @@ class Threads {
       return;
     }
     job_ = &job;
-    // piece `member` of each step is that member's own: it can know it in advance
-    for (auto& next : next_) next.store(num_threads_, std::memory_order_relaxed);
+    next_.store(num_threads_);
     num_running_.store(num_threads_);
     const uint32_t end = end_.value();
     start_.raise();
@@ -121,8 +119,6 @@ class Threads {
 
  private:
   friend class Team;
-  static constexpr int MAX_STEPS = 32;
-
   void serve(int index) {
     uint32_t seen = 0;
     for (;;) {
@@ -138,6 +134,7 @@ class Threads {
     const uint32_t before = all_here_.value();
     if (num_here_.fetch_add(1) + 1 == num_threads_) {
       num_here_.store(0);
+      next_.store(num_threads_);
       all_here_.raise();
     } else {
       all_here_.wait_while(before, BARRIER_SPINS, ahead);
@@ -149,7 +146,9 @@ class Threads {
   std::atomic<bool> is_closing_{false};
   Signal start_, end_, all_here_;
   std::atomic<int> num_running_{0}, num_here_{0};
-  std::atomic<int> next_[MAX_STEPS] = {};  // of each step of a job: its next piece of work
+  // Of the step between two barriers: its next piece of work. Piece `member` is that member's own,
+  // so that it can be known in advance.
+  std::atomic<int> next_{0};
   std::vector<std::thread> workers_;
 };
 
@@ -161,8 +160,7 @@ void Team::split(int count, const Work& work) {
     for (int i = 0; i < count; ++i) work(i);
     return;
   }
-  auto& next = threads_->next_[step_++];
-  for (int i = member_; i < count; i = next.fetch_add(1)) work(i);
+  for (int i = member_; i < count; i = threads_->next_.fetch_add(1)) work(i);
 }
 
 inline void Team::wait(const Ahead& ahead) {

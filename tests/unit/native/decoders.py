@@ -134,7 +134,7 @@ class Decoder:
     def layer(self, hidden: Tensor, rows: Rows, attended: Attended) -> Tensor:
         out = hidden.clone()
         q = hidden.new_empty(len(hidden), self.spec.q_size)
-        self.operators.layer(LAYER, out, rows, q, attended)
+        self.operators.layers(range(LAYER, LAYER + 1), out, rows, q, attended)
         return out
 
     def kv(self, sequence: int, start: int, end: int) -> Tensor:

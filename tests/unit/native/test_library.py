@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,12 @@ import pytest
 
 from flowprefill.host_cpu import cpu_flags
 from flowprefill.native import library
-from flowprefill.native.library import NativeUnavailableError, check_cpu, compile_library
+from flowprefill.native.library import (
+    NativeUnavailableError,
+    check_cpu,
+    compile_library,
+    load_library,
+)
 from tests.native_kernels import require_native
 
 AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -212,3 +219,61 @@ def test_two_who_compile_at_once_both_get_a_whole_library(tmp_path: Path, compil
     assert first.stat().st_ino != inode  # replaced, not written into: who has it open keeps it
     assert os.read(opened, 100) == b"built\n"
     os.close(opened)
+
+
+ENDS_IN_THE_KERNELS = """
+import threading, torch
+from tests.unit.native.decoders import LAYER, make_decoder, make_spec, random_hidden
+spec = make_spec(576, 9, 3, 64, 1536)
+decoder = make_decoder("native", spec, torch.float32)
+hidden, rows = random_hidden(spec, 600, torch.float32), decoder.rows(0, 0, 600)
+q = torch.empty(600, spec.q_size)
+is_running = threading.Event()
+def work():
+    while True:
+        decoder.operators.qkv(LAYER, hidden, rows, q)
+        is_running.set()
+threading.Thread(target=work, daemon=True).start()
+is_running.wait()
+"""
+
+
+def test_an_interpreter_may_end_while_a_thread_is_in_the_kernels() -> None:
+    require_native("float32")
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", ENDS_IN_THE_KERNELS], check=True, timeout=60)
+
+
+def test_a_library_that_cannot_be_loaded_is_no_library(sources: Path) -> None:
+    require_native("float32")
+    (sources.parent / "lib").mkdir()
+    (sources.parent / "lib" / library._name()).write_bytes(b"damaged")
+    load_library.cache_clear()
+    with pytest.raises(NativeUnavailableError, match=r"damaged|too short|invalid"):
+        load_library()
+
+
+def test_a_compiler_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "clang++-77 -stdlib=libc++")
+    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ compiler .*\(clang\+\+-77\)"):
+        compile_library([tmp_path])
+
+
+def test_the_compiler_may_have_arguments(
+    tmp_path: Path,
+    compiler: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", f"{compiler} --its-option")
+    assert compile_library([tmp_path / "kept"]).is_file()
+
+
+def test_the_error_is_told_not_the_file_that_includes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "echo 'In file included from library.cpp:6,' >&2; echo 'x.h:1: error: no' >&2; exit 1"
+    use_compiler(tmp_path, script, monkeypatch)
+    with pytest.raises(NativeUnavailableError, match=r"failed: x.h:1: error: no"):
+        compile_library([tmp_path / "kept"])

@@ -15,8 +15,8 @@ NUM_LAYERS = 4
 TRUTH = {
     "qkv": (50e-6, 3e-6, 0.0, 1e-6, 0.0, 0.0),
     "attention": (80e-6, 2e-6, 3e-7, 1e-7, 9e-9, 4e-9),
-    "layer": (90e-6, 9e-6, 0.0, 2e-6, 0.0, 0.0, 0.1e-6),
     "mlp": (60e-6, 8e-6, 1e-6, 0.0, 0.0, 0.0),
+    "layers": (90e-6, 9e-6, 0.0, 2e-6, 0.0, 0.0, 0.1e-6),
     "head": (3e-3, 0.2e-6),
     "decode_attention": (100e-6, 5e-6, 2e-7, 0.5e-6),
     "logits": (1e-3, 0.2e-3, 0.0, 0.0, 0.0, 0.0),
@@ -32,7 +32,7 @@ def all_shapes() -> Iterator[Slice]:
         for start in (0, 100, 500, 1500, 5000):
             yield Slice(Group.ATTENTION, 0, rows, 0, start, start + rows)
             yield Slice(Group.ATTENTION, 0, rows, num_keys=rows * (start + 1))
-            yield Slice(Group.LAYER, 0, rows, num_keys=rows * (start + 1))
+            yield Slice(Group.LAYERS, 0, rows, num_keys=rows * (start + 1))
             yield Slice(Group.HEAD, 0, rows, num_keys=start + rows)
 
 

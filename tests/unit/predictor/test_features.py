@@ -75,7 +75,7 @@ def test_decode_attention_reads_the_mean_context_of_its_sequences() -> None:
 
 def test_a_whole_decode_layer_costs_its_rows_and_their_keys() -> None:
     rows = slice_features(Slice(Group.MLP, 0, 3), NATIVE_KEY_TILES)
-    layer = slice_features(Slice(Group.LAYER, 0, 3, num_keys=900), NATIVE_KEY_TILES)
+    layer = slice_features(Slice(Group.LAYERS, 0, 3, num_keys=900), NATIVE_KEY_TILES)
     assert layer == (*rows, 3 * 320)
 
 

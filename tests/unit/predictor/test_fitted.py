@@ -194,7 +194,8 @@ class TestDecode:
         self, num_seqs: int, num_keys: int, limits: SliceLimits
     ) -> None:
         predictor = make_predictor(limits=limits)
-        expected = plan_decode([num_keys] * num_seqs, limits).total_s(true_s, NUM_LAYERS)
+        plan = plan_decode([num_keys] * num_seqs, limits, NUM_LAYERS)
+        expected = plan.total_s(true_s, NUM_LAYERS)
         expected += 1e-3 + 0.5e-3 * num_seqs
         found = predictor.decode_step_s(num_seqs, num_seqs * num_keys)
         assert found == pytest.approx(expected, rel=1e-9)

@@ -180,7 +180,7 @@ def test_the_first_slice_of_a_shape_in_a_pass_is_left_out(directory: Path) -> No
         return 3e-4 if is_first else 1e-4  # what is cold
 
     run = Run(load_quietly(directory, limits=LIMITS), seconds=seconds)
-    layers = {"qkv", "attention", "decode_attention", "mlp", "layer"}
+    layers = {"qkv", "attention", "decode_attention", "mlp", "layers"}
     for piece, found in run.profile(512).samples:
         if slice_kind(piece) in layers:
             assert found == pytest.approx(1e-4), piece

@@ -199,7 +199,7 @@ class TestRemaining:
             Group.MLP: 4,
             Group.HEAD: 8,
             Group.LOGITS: 16,
-            Group.LAYER: 32,
+            Group.LAYERS: 32,
         }[piece.group]
         return weight + piece.num_rows / 2 + piece.num_keys / 4
 

@@ -247,7 +247,7 @@ class TestDecode:
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_step_has_one_row_for_each_sequence(self, contexts) -> None:
         assume(sum(contexts) > max_decode_keys(LIMITS))
-        plan = plan_decode(contexts, LIMITS)
+        plan = plan_decode(contexts, LIMITS, 2)
         qkv, *attention, mlp = plan.layer
         *last, logits = plan.last_layer
         assert [s.group for s in (qkv, mlp, logits)] == [Group.QKV, Group.MLP, Group.LOGITS]
@@ -259,36 +259,55 @@ class TestDecode:
 
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_attention_of_a_step_is_cut_at_the_work_of_a_slice(self, contexts) -> None:
-        parts = [s for s in plan_decode(contexts, LIMITS).layer if s.num_keys]
+        parts = [s for s in plan_decode(contexts, LIMITS, 2).layer if s.num_keys]
         work = LIMITS.attention_work
         assert all(s.num_rows == 1 or s.num_keys * MIN_PRODUCT_ROWS <= work for s in parts)
 
     def test_a_layer_of_few_keys_is_one_slice(self) -> None:
         most = max_decode_keys(LIMITS)
-        plan = plan_decode([most - 5, 5], LIMITS)
+        plan = plan_decode([most - 5, 5], LIMITS, 2)
         (layer,) = plan.layer
-        assert layer == Slice(Group.LAYER, 0, 2, num_keys=most, is_boundary=True)
+        assert layer == Slice(Group.LAYERS, 0, 2, num_keys=most, is_boundary=True)
         assert plan.last_layer == (layer, Slice(Group.LOGITS, 0, 2, is_boundary=True))
-        assert len(plan_decode([most - 5, 6], LIMITS).layer) > 1
+        assert len(plan_decode([most - 5, 6], LIMITS, 2).layer) > 1
 
     def test_a_lone_row_costs_what_attention_pads_it_to(self) -> None:
         assert MIN_PRODUCT_ROWS == attention._MIN_ROWS
 
+    @given(st.integers(1, 40), st.integers(0, 20), st.integers(1, 900))
+    def test_layers_are_grouped_by_what_they_read(
+        self, num_layers: int, budget: int, num_keys: int
+    ) -> None:
+        limits = replace(LIMITS, decode_bytes=1000 * budget, layer_bytes=500, key_bytes=1)
+        plan = plan_decode([num_keys], limits, num_layers)
+        group, (rest, _) = plan.layer[0], plan.last_layer
+        assert group.num_layers == plan.group_layers
+        assert group.num_layers == 1 or group.num_layers * (500 + num_keys) <= 1000 * budget
+        num_groups = plan.num_groups(num_layers)
+        assert (num_groups - 1) * group.num_layers + rest.num_layers == num_layers
+        assert 1 <= rest.num_layers <= group.num_layers
+
     def test_step_may_be_left_after_each_slice(self) -> None:
-        plan = plan_decode([5, 7], LIMITS)
+        plan = plan_decode([5, 7], LIMITS, 2)
         assert all(s.is_boundary for s in plan.layer + plan.last_layer)
 
 
 class TestLimits:
     def test_rows_and_work_follow_from_the_rates(self) -> None:
-        limit = SliceLimits.for_device(make_spec(), 0.004, 800e9, 250e9)
+        limit = SliceLimits.for_device(make_spec(), 0.004, 800e9, 250e9, 50e9, 2)
         assert limit.tile_rows % 64 == 0
         flops = 2 * 576 * (576 + 3 * 1536)  # output projection and gated MLP of one row
         assert limit.tile_rows * flops <= 0.004 * 800e9 < (limit.tile_rows + 64) * flops
         assert limit.attention_work == int(0.004 * 250e9 / (4 * 576))
+        # half a slice's time of reading; a layer of SmolLM2 has 3.5 million weights
+        assert limit.decode_bytes == 0.002 * 50e9
+        assert limit.layer_bytes == 2 * 576 * (960 + 576 + 3 * 1536)
+        assert limit.key_bytes == 2 * 2 * 192
 
     @pytest.mark.parametrize(("max_slice_s", "rows"), [(1e-9, 64), (1e9, MAX_TILE_ROWS)])
     def test_tile_rows_have_a_smallest_and_a_largest_value(
         self, max_slice_s: float, rows: int
     ) -> None:
-        assert SliceLimits.for_device(make_spec(), max_slice_s, 8e11, 2e11).tile_rows == rows
+        assert (
+            SliceLimits.for_device(make_spec(), max_slice_s, 8e11, 2e11, 5e10, 2).tile_rows == rows
+        )
