@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,15 +126,13 @@ class DecoderState:
     def run_slice(self) -> bool:
         """Run the next slice. True if the task may be left here (never when it is done)."""
         piece = self.next_slice
-        operators, rows = self._program.operators, slice(piece.start, piece.end)
+        operators = self._program.operators
         if piece.group is Group.QKV:
-            if not self._in_op_order:
-                self._q_row0 = piece.start
-            operators.qkv(self._layer, self._hidden[rows], self._rows[rows], self._queries(piece))
+            operators.qkv(self._layer, *self._views_of(piece))
         elif piece.group is Group.ATTENTION:
-            operators.attention(self._layer, self._queries(piece), self._attended(piece))
+            operators.attention(self._layer, *self._views_of(piece))
         elif piece.group is Group.MLP:
-            operators.mlp(self._layer, self._hidden[rows], self._queries(piece))
+            operators.mlp(self._layer, *self._views_of(piece))
         elif piece.group is Group.LAYERS:
             layers = range(self._layer, self._layer + piece.num_layers)
             operators.layers(layers, self._hidden, self._rows, self._q, self._one_row_each)
@@ -177,6 +176,7 @@ class DecoderState:
         self._q_row0 = 0
         rows = len(tokens) if self._in_op_order else max(tiles, default=len(tokens))
         self._q = self._hidden.new_empty(rows, self._program.spec.q_size)
+        self._views: dict[int, tuple[Any, ...]] = {}
 
     def _find_rows(self, spans: Sequence[Span]) -> Rows:
         tables = [i.table for i in self._inputs]
@@ -188,6 +188,23 @@ class DecoderState:
         ranges = [torch.arange(s.start, s.end, device=device) for s in spans]
         slot_ranges = [t.slots(s.start, s.end) for t, s in zip(tables, spans, strict=True)]
         return Rows(torch.cat(ranges), torch.cat(slot_ranges))
+
+    def _views_of(self, piece: Slice) -> tuple[Any, ...]:
+        """What the operator works on. Kept, as all layers have the same slices: between two slices
+        of a long prompt the processor would find this code cold (docs/log.md)."""
+        views = self._views.get(id(piece))
+        if views is None:
+            rows = slice(piece.start, piece.end)
+            if piece.group is Group.QKV:
+                if not self._in_op_order:
+                    self._q_row0 = piece.start
+                views = self._hidden[rows], self._rows[rows], self._queries(piece)
+            elif piece.group is Group.ATTENTION:
+                views = self._queries(piece), self._attended(piece)
+            else:
+                views = self._hidden[rows], self._queries(piece)
+            self._views[id(piece)] = views
+        return views
 
     def _queries(self, piece: Slice) -> Tensor:
         """Queries of its rows, [rows, q_size]; attention's output overwrites them."""

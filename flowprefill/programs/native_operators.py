@@ -116,14 +116,14 @@ class NativeOperators:
         )
 
     def attention(self, layer: int, q: Tensor, attended: Attended) -> None:
-        tables, first = _addresses(attended)
-        num_seqs = len(first)
+        addresses = attended.addresses
+        num_seqs = len(addresses.first)
         self._library.flowprefill_attention(
             self._decoder,
             self._pointers[layer],
             _address(q),
-            tables.buffer_info()[0],
-            first.buffer_info()[0],
+            addresses.tables.buffer_info()[0],
+            addresses.first.buffer_info()[0],
             num_seqs,
             len(q) // num_seqs,
         )
@@ -140,7 +140,7 @@ class NativeOperators:
     def layers(
         self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
     ) -> None:
-        tables, first = _addresses(attended)
+        addresses = attended.addresses
         self._library.flowprefill_layers(
             self._decoder,
             self._pointers.buffer_info()[0] + layers.start * self._pointers.itemsize,
@@ -149,8 +149,8 @@ class NativeOperators:
             _address(q),
             _address(rows.positions),
             _address(rows.slots),
-            tables.buffer_info()[0],
-            first.buffer_info()[0],
+            addresses.tables.buffer_info()[0],
+            addresses.first.buffer_info()[0],
             len(hidden),
         )
 
@@ -233,8 +233,3 @@ def _packed_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 def _address(tensor: Tensor) -> int:
     assert tensor.is_contiguous()
     return tensor.data_ptr()
-
-
-def _addresses(attended: Attended) -> tuple[array[int], array[int]]:
-    """Of the block tables, and the first positions."""
-    return array("q", [t.ids.data_ptr() for t in attended.tables]), array("q", attended.first)

@@ -6,8 +6,10 @@ TorchOperators runs anywhere; NativeOperators is the quick path of a CPU.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
@@ -30,12 +32,30 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Addresses:
+    """Of block tables, in memory."""
+
+    tables: array[int]
+    first: array[int]
+    ids: Sequence[Tensor]
+    """What the tables hold; kept, should one get longer elsewhere meanwhile."""
+
+
+@dataclass(frozen=True)
 class Attended:
     """Sequences whose query rows attend together, the same number of consecutive rows of each."""
 
     tables: Sequence[BlockTable]
     first: Sequence[int]
     """Position of each sequence's first query row."""
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """The same, for kernels."""
+        ids = [table.ids for table in self.tables]
+        return Addresses(
+            array("q", [tensor.data_ptr() for tensor in ids]), array("q", self.first), ids
+        )
 
 
 class Operators(Protocol):

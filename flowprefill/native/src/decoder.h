@@ -154,9 +154,9 @@ class Decoder {
  private:
   static constexpr int P = T::PER_WORD;
   static constexpr int MIN_ROWS_EACH = 24;  // rows of a thread that are worth working alone
-  static constexpr int MAX_BLOCK_ROWS = 96;
+  static constexpr int MAX_BLOCK_ROWS = 48;
   static constexpr int BLOCK_BYTES = 512 << 10;  // of what one thread's steps hand each other
-  static constexpr int ATTENTION_ROWS = 32;
+  static constexpr int ATTENTION_ROWS = 16;
   static constexpr int REPEATED_ROWS = 16;  // rows whose norms are quicker repeated than waited for
 
   struct Rows {
