@@ -7,7 +7,7 @@ speed factor moves, bounded: per-group fits would wind up without excitation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import mul
 
 import numpy as np
@@ -35,6 +35,7 @@ _SATURATED = 1.1
 """Time per token over its limit for long prompts, from which on a pass counts as saturated."""
 _SATURATION_STEP = 64
 _MAX_SATURATION_TOKENS = 1 << 16
+_MAX_KNOWN_SLICES = 1 << 12
 
 
 class FittedPredictor:
@@ -59,6 +60,8 @@ class FittedPredictor:
         self._granularity = granularity
         self._choice = choice
         self._speed = SpeedFactor()
+        # All layers of a pass have the same slices, and the executor asks before each of them.
+        self._profiled_s = lru_cache(maxsize=_MAX_KNOWN_SLICES)(self._sum_features)
         self._passes = PassSeconds(self.profiled_s, num_layers, limits)
         self._chunks = RunningSum(self._whole_chunk_s)
 
@@ -126,6 +129,9 @@ class FittedPredictor:
 
     def profiled_s(self, piece: Slice) -> float:
         """Device seconds of one slice at speed factor 1; never changes."""
+        return self._profiled_s(piece)
+
+    def _sum_features(self, piece: Slice) -> float:
         coefficients = self.coefficients.get(slice_kind(piece))
         if coefficients is None:  # a model of one layer has slices of the head's layer only
             return 0.0
