@@ -246,6 +246,7 @@ def _profile_key(model: LoadedModel, max_tokens: int) -> Key:
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_model(),
         "num_threads": model.device.num_threads,
         "tile_rows": program.limits.tile_rows,
+        "mlp_rows": program.limits.mlp_rows or 0,
         "attention_work": program.limits.attention_work,
         "block_size": model.cache.block_size,
         "max_tokens": max_tokens,

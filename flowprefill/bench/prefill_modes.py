@@ -65,7 +65,10 @@ class Prefiller:
         """The same weights, with slices that hold any operator of the whole prompt."""
         program = copy.copy(self._model.program)
         program.limits = dataclasses.replace(
-            program.limits, tile_rows=num_tokens, attention_work=num_tokens * num_tokens
+            program.limits,
+            tile_rows=num_tokens,
+            mlp_rows=None,
+            attention_work=num_tokens * num_tokens,
         )
         return program
 

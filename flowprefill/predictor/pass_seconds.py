@@ -80,7 +80,11 @@ class PassSeconds:
         if not num_rows:
             return 0.0
         qkv_s = self._cost(Slice(Group.QKV, 0, num_rows))
-        return qkv_s + (self._num_layers - 1) * (qkv_s + self._cost(Slice(Group.MLP, 0, num_rows)))
+        most = self._limits.mlp_rows or self._limits.tile_rows
+        num_whole, rest = divmod(num_rows, most)
+        mlp_s = num_whole * self._cost(Slice(Group.MLP, 0, most)) if num_whole else 0.0
+        mlp_s += self._cost(Slice(Group.MLP, 0, rest)) if rest else 0.0
+        return qkv_s + (self._num_layers - 1) * (qkv_s + mlp_s)
 
     def _attention_s(self, start: int, end: int) -> float:
         """Attention of one layer for token positions within one tile."""

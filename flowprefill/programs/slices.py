@@ -7,14 +7,16 @@ load nor calibration moves them, so a run that was parked does the same arithmet
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from flowprefill.granularity import Granularity
 from flowprefill.programs.model_spec import ModelSpec
 
 MAX_TILE_ROWS = 8192
+_MLP_SLICES = 4
+"""MLP slices of one tile at most."""
 MIN_PRODUCT_ROWS = 16
 """Rows for which attention of a single row costs (ops/attention.py pads to them)."""
 
@@ -87,9 +89,11 @@ class SliceLimits:
     """How many rows a slice may have, so that it lasts about max_slice."""
 
     tile_rows: int
-    """Rows of a QKV or MLP slice; tile edges are its multiples in token positions."""
+    """Rows of a QKV slice; tile edges are its multiples in token positions."""
     attention_work: int
     """Query rows x keys of an attention slice."""
+    mlp_rows: int | None = None
+    """Rows of an MLP slice, counted from the start of its tile; None = those of the tile."""
     key_tiles: KeyTiles = TORCH_KEY_TILES
     decode_bytes: int = 0
     """Weights and cache that a slice of some layers of a decode step reads; one layer at least."""
@@ -113,10 +117,13 @@ class SliceLimits:
         value_bytes: of one weight, and of one value of K or V
         """
         mlp_weights = spec.hidden_size * (spec.q_size + 3 * spec.intermediate_size)
-        rows = _floor_to(max_slice_s * linear_flops / (2 * mlp_weights), 64, MAX_TILE_ROWS)
+        mlp_rows = _floor_to(max_slice_s * linear_flops / (2 * mlp_weights), 64, MAX_TILE_ROWS)
         qkv_weights = spec.hidden_size * (spec.q_size + 2 * spec.kv_size)
+        qkv_rows = max_slice_s * linear_flops / (2 * qkv_weights)
         return SliceLimits(
-            tile_rows=rows,
+            # whole MLP slices; few, as a parked prefill keeps the queries of a tile
+            tile_rows=_floor_to(qkv_rows, mlp_rows, min(_MLP_SLICES * mlp_rows, MAX_TILE_ROWS)),
+            mlp_rows=mlp_rows,
             attention_work=int(max_slice_s * attention_flops / (4 * spec.q_size)),
             key_tiles=key_tiles,
             # half: a step of many rows computes more than it reads
@@ -177,11 +184,11 @@ def plan_prefill(
     attention = [
         [part for piece in tile for part in _attention_parts(piece, limits)] for tile in tiles
     ]
-    mlp = [replace(s, group=Group.MLP) for s in qkv]
+    mlp = [_mlp_parts(s, limits) for s in qkv]
     if granularity.kind == "op":  # each operator over the whole prompt before the next
-        layer = [*qkv, *(part for parts in attention for part in parts), *mlp]
+        layer = [*qkv, *itertools.chain(*attention), *itertools.chain(*mlp)]
     else:
-        layer = [s for a, b, c in zip(qkv, attention, mlp, strict=True) for s in (a, *b, c)]
+        layer = [s for a, b, c in zip(qkv, attention, mlp, strict=True) for s in (a, *b, *c)]
     last = list(qkv)
     if is_final:
         num_rows = sum(span.end - span.start for span in spans)
@@ -268,12 +275,18 @@ def _attention_parts(piece: _Piece, limits: SliceLimits) -> list[Slice]:
     return parts
 
 
+def _mlp_parts(tile: Slice, limits: SliceLimits) -> list[Slice]:
+    rows = limits.mlp_rows or limits.tile_rows
+    edges = [*range(tile.start, tile.end, rows), tile.end]
+    return [Slice(Group.MLP, start, end) for start, end in itertools.pairwise(edges)]
+
+
 def _mark(slices: Sequence[Slice], granularity: Granularity) -> tuple[Slice, ...]:
     """Mark where a task of this granularity may be left."""
     if granularity.kind == "tile":
         return tuple(replace(s, is_boundary=True) for s in slices)
     if granularity.kind == "op":
-        groups = [list(g) for _, g in groupby(slices, key=lambda s: s.group)]
+        groups = [list(g) for _, g in itertools.groupby(slices, key=lambda s: s.group)]
         return tuple(s for g in groups for s in (*g[:-1], replace(g[-1], is_boundary=True)))
     if granularity.kind == "layer":
         return (*slices[:-1], replace(slices[-1], is_boundary=True))

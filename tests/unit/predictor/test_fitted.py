@@ -106,6 +106,7 @@ LIMITS_DRAWN = st.builds(
     SliceLimits,
     tile_rows=st.sampled_from([16, 48, 64, 512]),
     attention_work=st.integers(1, 200_000),
+    mlp_rows=st.sampled_from([None, 16, 40, 64]),
 )
 PROMPTS = st.tuples(st.integers(1, 3000), st.integers(0, 2999)).filter(lambda p: p[1] < p[0])
 """(num_tokens, num_cached_tokens)"""

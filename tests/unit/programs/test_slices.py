@@ -243,6 +243,26 @@ class TestBoundaries:
         assert counts[Group.QKV] == counts[Group.MLP] == 10 < counts[Group.ATTENTION]
 
 
+class TestMlpParts:
+    @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(1, 90))
+    def test_tiles_are_cut_into_mlp_slices_of_so_many_rows(self, lengths, rows) -> None:
+        prompts = [Span(0, n) for n in lengths]
+        whole = plan_prefill(prompts, LIMITS, TILE, is_final=True)
+        plan = plan_prefill(prompts, replace(LIMITS, mlp_rows=rows), TILE, is_final=True)
+        parts = groups(plan.layer, Group.MLP)
+        assert [row for s in parts for row in range(s.start, s.end)] == [*range(sum(lengths))]
+        assert all(s.num_rows <= rows for s in parts)
+        starts = {s.start for s in parts}
+        assert starts >= {s.start for s in groups(whole.layer, Group.MLP)}
+        for group in (Group.QKV, Group.ATTENTION):
+            assert groups(plan.layer, group) == groups(whole.layer, group)
+
+    def test_they_follow_the_attention_of_their_tile(self) -> None:
+        plan = plan_prefill([Span(0, 100)], replace(LIMITS, mlp_rows=32), TILE, is_final=False)
+        kinds = "".join(s.group.value[0] for s in plan.layer)
+        assert kinds == "qammqamm"  # two tiles of 64 and 36 rows
+
+
 class TestDecode:
     @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20))
     def test_step_has_one_row_for_each_sequence(self, contexts) -> None:
@@ -297,7 +317,11 @@ class TestLimits:
         limit = SliceLimits.for_device(make_spec(), 0.004, 800e9, 250e9, 50e9, 2)
         assert limit.tile_rows % 64 == 0
         flops = 2 * 576 * (576 + 3 * 1536)  # output projection and gated MLP of one row
-        assert limit.tile_rows * flops <= 0.004 * 800e9 < (limit.tile_rows + 64) * flops
+        assert limit.mlp_rows is not None
+        assert limit.mlp_rows * flops <= 0.004 * 800e9 < (limit.mlp_rows + 64) * flops
+        qkv_flops = 2 * 576 * 960
+        assert limit.tile_rows == 4 * limit.mlp_rows  # more would fit, but a pass keeps its queries
+        assert limit.tile_rows * qkv_flops <= 0.004 * 800e9
         assert limit.attention_work == int(0.004 * 250e9 / (4 * 576))
         # half a slice's time of reading; a layer of SmolLM2 has 3.5 million weights
         assert limit.decode_bytes == 0.002 * 50e9
