@@ -204,7 +204,7 @@ def test_whole_prompts(
         decoder = make_decoder(
             kernels, spec, dtype, block_size=block_size, num_sequences=len(prompts), max_len=336
         )
-        limits = SliceLimits(64, 64 * 128, NATIVE_KEY_TILES)
+        limits = SliceLimits(64, 64 * 128, key_tiles=NATIVE_KEY_TILES)
         program = DecoderProgram(spec, decoder.operators, limits)
         inputs = [SequenceInput(p, 0, decoder.tables[i]) for i, p in enumerate(prompts)]
         results.append(run_to_end(program.prefill(inputs, Granularity.parse("tile"))))

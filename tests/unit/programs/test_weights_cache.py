@@ -1,10 +1,10 @@
 import os
-import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -264,17 +264,22 @@ def test_a_disk_with_room_for_one_of_two_writers_costs_a_notice(cache, monkeypat
         assert (cache.load(KEY) is not None) is is_kept
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """The system ends writes at 1,000 bytes, as on a disk that is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+STORES_WHERE_WRITES_END_AT_1000_BYTES = """
+import resource, sys, torch
+from pathlib import Path
+from flowprefill.programs.weights_cache import WeightsCache
+from tests.unit.programs.test_weights_cache import KEY
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+problem = WeightsCache(Path(sys.argv[1])).try_store(KEY, {"embed": torch.ones(999, 9)})
+print(problem)
+"""
 
 
-def test_a_write_that_fails_midway_leaves_nothing(cache, small_files):
-    assert "File too large" in (cache.try_store(KEY, {"embed": torch.ones(999, 9)}) or "")
+def test_a_write_that_fails_midway_leaves_nothing(cache):
+    """In a process of its own: the limit would end this one's log too."""
+    command = [sys.executable, "-c", STORES_WHERE_WRITES_END_AT_1000_BYTES, str(cache.directory)]
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert "File too large" in run.stdout
     assert files(cache) == [] and cache.load(KEY) is None
 
 
