@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flowprefill.errors import FlowPrefillError
 from flowprefill.host_cpu import cpu_flags
+from flowprefill.user_cache import user_cache_directory
 
 _PACKAGE = Path(__file__).parent
 _SOURCES = _PACKAGE / "src"
@@ -174,10 +175,7 @@ def _find() -> Path | None:
 
 def _directories() -> Iterator[Path]:
     yield _PACKAGE / "lib"
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):
-        base = os.path.expanduser("~/.cache")
-    yield Path(base, "flowprefill", "native")
+    yield user_cache_directory("native")
 
 
 @lru_cache(maxsize=1)
