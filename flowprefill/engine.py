@@ -8,6 +8,7 @@ second thread only ends the waiting of those who wait too long (waiting_room.py)
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flowprefill.executor.executor import Executor
 from flowprefill.executor.sampler import Sampler, SamplingState
 from flowprefill.granularity import Granularity
 from flowprefill.inbox import Inbox
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.loading import OnProgress, load_model, profile_model
@@ -119,7 +121,8 @@ class Engine:
             kernels=model.kernels,
             bit_invariant=profile.is_bit_invariant,
         )
-        self._inbox: Inbox[_Message] = Inbox(self._clock)
+        self._interrupt = Interrupt(self._clock)
+        self._inbox: Inbox[_Message] = Inbox(self._clock, self._interrupt)
         self._lock = threading.Lock()  # submit against close and failure: nothing slips in behind
         self._counters = EngineCounters()
         self._book = self._new_book(on_output)
@@ -165,7 +168,7 @@ class Engine:
             self._counters,
             self._clock,
             prefix_caching=config.enable_prefix_caching,
-            should_leave=self._should_leave,
+            interrupt=self._interrupt,
         )
 
     # ---- calls from any thread ----------------------------------------------------------------
@@ -274,6 +277,8 @@ class Engine:
                 self._decide([*happened, *external])
             if self._must_end():  # behind the decision, which can reject the last request
                 return
+            wake_s = self._wake_s()
+            self._interrupt.timer_s = math.inf if wake_s is None else wake_s
             happened = self._runner.run(self._decision, self._newcomers)
 
     def _wake_s(self) -> float | None:
@@ -282,9 +287,6 @@ class Engine:
 
     def _is_due(self, time_s: float | None) -> bool:
         return time_s is not None and self._clock.now_s() >= time_s
-
-    def _should_leave(self) -> bool:
-        return self._inbox.has_messages() or self._is_due(self._wake_s())
 
     def _must_end(self) -> bool:
         """After close(): when nothing is live, or the time to drain is over."""

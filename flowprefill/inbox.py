@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from typing import Generic, TypeVar
 
 from flowprefill.clock import Clock
+from flowprefill.interrupt import Interrupt
 
 T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Many writers, one reader. Testing it between two slices costs one call."""
+    """Many writers, one reader. While there are messages its interrupt is raised."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, interrupt: Interrupt) -> None:
         self._clock = clock
-        self._queue: queue.SimpleQueue[tuple[float, T]] = queue.SimpleQueue()
+        self._interrupt = interrupt
+        self._messages: list[tuple[float, T]] = []
+        self._changed = threading.Condition()
 
     def put(self, message: T) -> None:
-        """Never blocks."""
-        self._queue.put((self._clock.now_s(), message))
-
-    def has_messages(self) -> bool:
-        return not self._queue.empty()
+        """Never waits for what the reader does with earlier ones."""
+        with self._changed:
+            self._messages.append((self._clock.now_s(), message))
+            self._interrupt.raise_now()
+            self._changed.notify()
 
     def take(self) -> list[tuple[float, T]]:
         """All messages that are there, each with its time of arrival."""
-        messages = []
-        try:
-            while True:
-                messages.append(self._queue.get_nowait())
-        except queue.Empty:
+        with self._changed:
+            messages, self._messages = self._messages, []
+            self._interrupt.clear()
             return messages
 
     def wait(self, until_s: float | None) -> list[tuple[float, T]]:
@@ -39,8 +39,6 @@ class Inbox(Generic[T]):
         timeout_s = None
         if until_s is not None:
             timeout_s = min(max(0.0, until_s - self._clock.now_s()), threading.TIMEOUT_MAX)
-        try:
-            first = self._queue.get(timeout=timeout_s)
-        except queue.Empty:
-            return []
-        return [first, *self.take()]
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._messages), timeout_s)
+        return self.take()

@@ -15,6 +15,7 @@ from flowprefill.executor.device import Device, make_device
 from flowprefill.executor.sampler import Sampler, SamplingState
 from flowprefill.host_cpu import cpu_flags, cpu_model
 from flowprefill.host_memory import available_bytes
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
 from flowprefill.native.library import NativeUnavailableError, load_library, source_digest
@@ -25,6 +26,7 @@ from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
 from flowprefill.programs.native_operators import NativeOperators, check_support
 from flowprefill.programs.operators import Operators
+from flowprefill.programs.program import RunSlice
 from flowprefill.programs.torch_operators import TorchOperators
 from flowprefill.programs.weights import DecoderWeights, load_weights
 from flowprefill.sampling_params import SamplingParams
@@ -212,8 +214,11 @@ def _make_profiler(model: LoadedModel, clock: Clock) -> Profiler:
     cache, device, vocab_size = model.cache, model.device, model.spec.vocab_size
     sampler = Sampler(vocab_size)
 
-    def run(run_slice: Callable[[], bool]) -> bool:
-        may_leave = device.run(run_slice, predicted_s=0.0)
+    interrupt = Interrupt(clock)
+    interrupt.raise_now()  # each slice is timed by itself
+
+    def run(run_slice: RunSlice) -> bool:
+        may_leave = device.run(run_slice, 0.0, interrupt)
         device.wait()
         return may_leave
 

@@ -6,12 +6,13 @@ engine is asked whether to leave. Knows no scheduler beyond the vocabulary of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 from flowprefill.clock import Clock
 from flowprefill.executor.executor import Executor, RunReport
 from flowprefill.executor.sampler import Sampler
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.passes import Pass, Passes
 from flowprefill.predictor.fitted import FittedPredictor
@@ -45,8 +46,8 @@ class TaskRunner:
     counters: EngineCounters
     clock: Clock
     prefix_caching: bool
-    should_leave: Callable[[], bool]
-    """Something happened that must be decided on; asked at each boundary."""
+    interrupt: Interrupt
+    """Due: something happened that must be decided on."""
 
     def run(self, decision: Decision, newcomers: set[int]) -> list[Event]:
         """Run the decided task until it ends or is left. Returns what the scheduler must know.
@@ -76,17 +77,15 @@ class TaskRunner:
             if pace.is_due(self.clock.now_s()):
                 stepped = merge(stepped, self._run_steps(pace.step, 1))
                 pace.note_step(self.clock.now_s())
-                if self.should_leave() or pace.is_over or has_end(stepped):
+                if self.interrupt.is_due() or pace.is_over or has_end(stepped):
                     return [self._park(task, prefill), *stepped]
-            report = self._run_state(
-                prefill.state, lambda: self.should_leave() or pace.is_due(self.clock.now_s())
-            )
+            report = self._run_state(prefill.state, pace.next_s)
             self._note_blocking(blocked, report)
             blocked = set()
             if report.is_done:
                 del self.passes.prefills[task.task_id]
                 return [*stepped, PrefillDone(task.task_id), *self._sample(prefill)]
-            if self.should_leave():
+            if self.interrupt.is_due():
                 return [self._park(task, prefill), *stepped]
 
     def _run_steps(self, step: DecodeStep, max_steps: int) -> list[Event]:
@@ -94,28 +93,25 @@ class TaskRunner:
         happened: list[Event] = []
         for _ in range(max_steps):
             decode = self.passes.decode(step, self.book.live)
-            if not self._run_state(decode.state, self.should_leave).is_done:
+            if not self._run_state(decode.state).is_done:
                 break
             self.passes.step = None
             ended = self._sample(decode)
             done = DecodeStepDone(decode.req_ids, self.clock.now_s())
             happened = merge(happened, [done, *ended])
             # A step that was left midway may have had other members than those that are due now.
-            if ended or decode.req_ids != step.req_ids or self.should_leave():
+            if ended or decode.req_ids != step.req_ids or self.interrupt.is_due():
                 break
         return happened
 
-    def _run_state(self, state: ProgramState, should_leave: Callable[[], bool]) -> RunReport:
-        report = self.executor.run(state, should_leave)
+    def _run_state(self, state: ProgramState, until_s: float = math.inf) -> RunReport:
+        report = self.executor.run(state, self.interrupt, until_s)
         if report.is_done:  # else launched slices may still run, and busy_s would be too short
             self.predictor.observe(report.busy_s, report.predicted_s)
         return report
 
     def _park(self, task: PrefillTask, prefill: Pass) -> PrefillParked:
-        predictor = self.predictor
-        # profiled_s never changes, so the state need not add up its plan again
-        remaining_s = predictor.speed_factor * prefill.state.remaining_s(predictor.profiled_s)
-        return PrefillParked(task.task_id, remaining_s)
+        return PrefillParked(task.task_id, prefill.state.remaining_s(self.predictor.slice_s))
 
     def _interrupts(self, task: PrefillTask) -> bool:
         """Whether its start takes the device from a pass in progress."""
@@ -179,8 +175,13 @@ class _Pace:
     def is_over(self) -> bool:
         return self._num_left == 0
 
+    @property
+    def next_s(self) -> float:
+        """When the next step is due."""
+        return self._release_s if self._num_left else math.inf
+
     def is_due(self, now_s: float) -> bool:
-        return self._num_left > 0 and now_s >= self._release_s
+        return now_s >= self.next_s
 
     def note_step(self, end_s: float) -> None:
         assert self._steps is not None

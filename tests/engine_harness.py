@@ -23,6 +23,8 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.executor.device import CpuDevice
 from flowprefill.granularity import Granularity
+from flowprefill.interrupt import Interrupt
+from flowprefill.programs.program import RunSlice
 from flowprefill.request import FinishReason, Logprob, Request, TokenOutput
 from tests.factories import make_request
 
@@ -47,11 +49,11 @@ class ScriptedDevice(CpuDevice):
         self.actions: list[tuple[int, int, Callable[[], object]]] = []
         """A heap: slice, order of entry, what to do."""
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
         while self.actions and self.actions[0][0] <= self.num_slices:
             heapq.heappop(self.actions)[2]()
         self.num_slices += 1
-        return super().run(run_slice, predicted_s)
+        return run_slice(None)  # one by one
 
 
 class Harness:

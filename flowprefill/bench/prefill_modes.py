@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from flowprefill.clock import MonotonicClock
 from flowprefill.executor.executor import Executor
 from flowprefill.executor.sampler import Sampler, SamplingState
 from flowprefill.granularity import Granularity
-from flowprefill.inbox import Inbox
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel
 from flowprefill.predictor.fitted import FittedPredictor
@@ -35,8 +35,10 @@ class Prefiller:
         self._model = model
         self._clock = MonotonicClock()
         self._executor = Executor(model.device, self._clock, predictor.slice_s)
+        self._interrupt = Interrupt(self._clock)
+        self._interrupt.timer_s = _NEVER_S
+        self._never = Interrupt(self._clock)
         self._sampler = Sampler(model.spec.vocab_size)
-        self._inbox: Inbox[None] = Inbox(self._clock)
 
     def seconds(self, mode: str, token_ids: Sequence[int]) -> float:
         """Time from the prompt to its first token, seconds. mode: one of MODES."""
@@ -47,7 +49,7 @@ class Prefiller:
         else:
             state = self._start(self._model.program, token_ids, Granularity("tile"))
         if mode == "sliced":
-            self._executor.run(state, self._should_leave)
+            self._executor.run(state, self._interrupt)
         else:
             self._run_unchecked(state)
         self._sampler.sample(state.logits, [SamplingState(_GREEDY, (), (), seed=0)])
@@ -73,11 +75,7 @@ class Prefiller:
         return program
 
     def _run_unchecked(self, state: ProgramState) -> None:
-        run: Callable[[Callable[[], bool], float], bool] = self._model.device.run
+        run = self._model.device.run
         while not state.is_done:
-            run(state.run_slice, 0.0)
+            run(state.run_slice, 0.0, self._never)
         self._model.device.wait()
-
-    def _should_leave(self) -> bool:
-        """What the engine looks at: its inbox, and the time of its timer."""
-        return self._inbox.has_messages() or self._clock.now_s() >= _NEVER_S

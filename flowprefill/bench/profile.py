@@ -129,6 +129,7 @@ def measure(
     from rich.progress import Progress
 
     from flowprefill.executor.executor import Executor
+    from flowprefill.interrupt import Interrupt
     from flowprefill.kv.block_table import BlockTable
     from flowprefill.programs.program import SequenceInput
 
@@ -147,7 +148,7 @@ def measure(
             profiled_s = predicted_s / predictor.speed_factor
             started_s = clock.now_s()
             state = model.program.prefill([SequenceInput(tokens, 0, table)], granularity)
-            report = executor.run(state, lambda: False)
+            report = executor.run(state, Interrupt(clock))
             measured_s = clock.now_s() - started_s
             predictor.observe(report.busy_s, report.predicted_s)
             results.append(Measured(num_tokens, predicted_s, profiled_s, measured_s))

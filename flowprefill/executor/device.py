@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from flowprefill.errors import ConfigError
+from flowprefill.interrupt import Interrupt
 from flowprefill.programs.model_spec import ModelSpec
+from flowprefill.programs.program import RunSlice
 from flowprefill.programs.slices import NATIVE_KEY_TILES, TORCH_KEY_TILES, SliceLimits
 
 
@@ -36,8 +37,12 @@ class Device(Protocol):
         """Call once in a thread before it runs slices: threads and streams are set per thread."""
         ...
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
-        """Run or launch one slice; returns what it returns."""
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+        """Run or launch the next slice; returns what it returns.
+
+        predicted_s: of that slice
+        interrupt: handed on where several slices may run in one call
+        """
         ...
 
     def wait(self) -> None:
@@ -82,8 +87,8 @@ class CpuDevice:
     def use_in_this_thread(self) -> None:
         torch.set_num_threads(self.num_threads)
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
-        return run_slice()
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+        return run_slice(interrupt)
 
     def wait(self) -> None:
         pass
@@ -163,9 +168,9 @@ class CudaDevice:
             dtype.itemsize,
         )
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
         self._window.make_room()
-        may_leave = run_slice()
+        may_leave = run_slice(None)  # one by one, as the window counts them
         event = torch.cuda.Event()
         event.record(self._stream)
         self._window.launched(event, predicted_s)

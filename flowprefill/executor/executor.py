@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 from flowprefill.clock import Clock
 from flowprefill.executor.device import Device
+from flowprefill.interrupt import Interrupt
 from flowprefill.programs.program import ProgramState, SliceCost
 
 
@@ -29,19 +30,23 @@ class Executor:
         self._clock = clock
         self._cost = cost
         self.num_slices = 0
-        """Slices run since the start; a sign of life, readable from any thread."""
+        """Slices run since the start, those of one call counted once; a sign of life, readable
+        from any thread."""
 
-    def run(self, state: ProgramState, should_leave: Callable[[], bool]) -> RunReport:
-        """Run until the pass is done, or until should_leave() at a boundary."""
+    def run(
+        self, state: ProgramState, interrupt: Interrupt, until_s: float = math.inf
+    ) -> RunReport:
+        """Run until the pass is done, or at a boundary the interrupt is due or the time is over."""
         started_s = self._clock.now_s()
-        predicted_s = 0.0
+        interrupt.start(until_s)
+        expected_s = state.remaining_s(self._cost)
         while not state.is_done:
-            predicted = self._cost(state.next_slice)
-            predicted_s += predicted
-            may_leave = self._device.run(state.run_slice, predicted)
+            predicted_s = self._cost(state.next_slice)
+            may_leave = self._device.run(state.run_slice, predicted_s, interrupt)
             self.num_slices += 1
-            if may_leave and should_leave():
+            if may_leave and interrupt.must_leave():
                 break
+        predicted_s = expected_s - state.remaining_s(self._cost)
         if state.is_done:
             self._device.wait()
         busy_s = self._clock.now_s() - started_s

@@ -90,13 +90,15 @@ class LayerPointers(ctypes.Structure):
     )
 
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_SLICES = [_POINTER, _INT, _POINTER]  # ends, number, interrupt
 _FUNCTIONS = {
     "flowprefill_open": (_POINTER, [_POINTER, _INT, _INT]),
     "flowprefill_close": (None, [_POINTER]),
     "flowprefill_qkv": (None, [*[_POINTER] * 6, _INT]),
     "flowprefill_attention": (None, [*[_POINTER] * 5, _INT, _INT]),
-    "flowprefill_mlp": (None, [*[_POINTER] * 4, _INT]),
+    "flowprefill_attention_slices": (_INT, [*[_POINTER] * 4, _LONG, *_SLICES]),
+    "flowprefill_mlp": (_INT, [*[_POINTER] * 4, *_SLICES]),
     "flowprefill_layers": (None, [_POINTER, _POINTER, _INT, *[_POINTER] * 6, _INT]),
     "flowprefill_logits": (None, [*[_POINTER] * 3, _INT, _POINTER, _INT, _POINTER]),
 }

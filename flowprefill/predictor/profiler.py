@@ -22,7 +22,7 @@ from flowprefill.granularity import Granularity
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.features import slice_features, slice_kind
 from flowprefill.predictor.profile import Profile
-from flowprefill.programs.program import Program, ProgramState, SequenceInput
+from flowprefill.programs.program import Program, ProgramState, RunSlice, SequenceInput
 from flowprefill.programs.slices import Group, Slice, SliceLimits, Span, max_decode_keys
 
 ROUNDS = 3
@@ -47,7 +47,7 @@ class Profiler:
         self,
         program: Program,
         limits: SliceLimits,
-        run: Callable[[Callable[[], bool]], bool],
+        run: Callable[[RunSlice], bool],
         clock: Clock,
         new_table: Callable[[int, int], BlockTable],
         choose: Callable[[Tensor], object],

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from flowprefill.granularity import Granularity
+from flowprefill.interrupt import Interrupt
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Operators, Rows
+from flowprefill.programs.operators import Attended, Operators, Rows, slice_ends
 from flowprefill.programs.program import SequenceInput, SliceCost
 from flowprefill.programs.slices import (
     Group,
@@ -123,16 +124,24 @@ class DecoderState:
         return this_layer_s + layers_between_s + self._last_layer_s[0] + self._later_passes_s
 
     @torch.inference_mode()
-    def run_slice(self) -> bool:
-        """Run the next slice. True if the task may be left here (never when it is done)."""
-        piece = self.next_slice
+    def run_slice(self, interrupt: Interrupt | None = None) -> bool:
+        """Run the next slice. True if the task may be left here (never when it is done).
+
+        interrupt: given, slices of the same operator behind it may run in the same call
+        """
+        piece, num_run = self.next_slice, 1
         operators = self._program.operators
+        leave = interrupt if piece.is_boundary else None
         if piece.group is Group.QKV:
+            if not self._in_op_order:
+                self._q_row0 = piece.start
             operators.qkv(self._layer, *self._views_of(piece))
         elif piece.group is Group.ATTENTION:
-            operators.attention(self._layer, *self._views_of(piece))
+            q, attended, ends = self._views_of(piece, goes_on=interrupt is not None)
+            num_run = operators.attention(self._layer, q, attended, ends, leave)
         elif piece.group is Group.MLP:
-            operators.mlp(self._layer, *self._views_of(piece))
+            hidden, q, ends = self._views_of(piece, goes_on=interrupt is not None)
+            num_run = operators.mlp(self._layer, hidden, q, ends, leave)
         elif piece.group is Group.LAYERS:
             layers = range(self._layer, self._layer + piece.num_layers)
             operators.layers(layers, self._hidden, self._rows, self._q, self._one_row_each)
@@ -140,25 +149,26 @@ class DecoderState:
             self._run_head()
         else:
             self._logits = operators.logits(self._hidden)
-        return self._advance(piece)
+        return self._advance(num_run)
 
     def _slices(self) -> tuple[Slice, ...]:
         plan = self._passes[self._pass][1]
         is_last = self._layer + plan.group_layers >= self._program.spec.num_layers
         return plan.last_layer if is_last else plan.layer
 
-    def _advance(self, done: Slice) -> bool:
-        """Move the cursor behind `done`. True if the task may be left there."""
+    def _advance(self, num_run: int) -> bool:
+        """Move the cursor behind the slices that ran. True if the task may be left there."""
         if self.is_done:
             return False
-        self._index += 1
+        self._index += num_run
+        last = self._slices()[self._index - 1]
         if self._index == len(self._slices()):
             self._index = 0
             self._layer += self._passes[self._pass][1].group_layers
         if self._layer >= self._program.spec.num_layers:
             self._begin_next_pass()
             return True  # between two chunks
-        return done.is_boundary
+        return last.is_boundary
 
     def _begin_next_pass(self) -> None:
         """Rows of the next pass: positions, slots and the embedded tokens."""
@@ -176,7 +186,7 @@ class DecoderState:
         self._q_row0 = 0
         rows = len(tokens) if self._in_op_order else max(tiles, default=len(tokens))
         self._q = self._hidden.new_empty(rows, self._program.spec.q_size)
-        self._views: dict[int, tuple[Any, ...]] = {}
+        self._views: dict[tuple[int, bool], tuple[Any, ...]] = {}
 
     def _find_rows(self, spans: Sequence[Span]) -> Rows:
         tables = [i.table for i in self._inputs]
@@ -189,26 +199,40 @@ class DecoderState:
         slot_ranges = [t.slots(s.start, s.end) for t, s in zip(tables, spans, strict=True)]
         return Rows(torch.cat(ranges), torch.cat(slot_ranges))
 
-    def _views_of(self, piece: Slice) -> tuple[Any, ...]:
+    def _views_of(self, piece: Slice, goes_on: bool = False) -> tuple[Any, ...]:
         """What the operator works on. Kept, as all layers have the same slices: between two slices
-        of a long prompt the processor would find this code cold (docs/log.md)."""
-        views = self._views.get(id(piece))
+        of a long prompt the processor would find this code cold (docs/log.md).
+
+        piece: the slice at the cursor; goes_on: and those behind it that one call may run
+        """
+        key = id(piece), goes_on
+        views = self._views.get(key)
         if views is None:
-            rows = slice(piece.start, piece.end)
+            pieces = self._same_operator() if goes_on else [piece]
+            rows = slice(piece.start, pieces[-1].end)
+            queries = self._q[rows.start - self._q_row0 : rows.stop - self._q_row0]
             if piece.group is Group.QKV:
-                if not self._in_op_order:
-                    self._q_row0 = piece.start
-                views = self._hidden[rows], self._rows[rows], self._queries(piece)
-            elif piece.group is Group.ATTENTION:
-                views = self._queries(piece), self._attended(piece)
+                views = self._hidden[rows], self._rows[rows], queries
             else:
-                views = self._hidden[rows], self._queries(piece)
-            self._views[id(piece)] = views
+                ends = slice_ends(p.end - piece.start for p in pieces)
+                if piece.group is Group.ATTENTION:
+                    views = queries, self._attended(piece), ends
+                else:
+                    views = self._hidden[rows], queries, ends
+            self._views[key] = views
         return views
 
-    def _queries(self, piece: Slice) -> Tensor:
-        """Queries of its rows, [rows, q_size]; attention's output overwrites them."""
-        return self._q[piece.start - self._q_row0 : piece.end - self._q_row0]
+    def _same_operator(self) -> list[Slice]:
+        """Slices from the cursor on that need nothing but each other's end, on consecutive rows."""
+        first, *others = self._slices()[self._index :]
+        found = [first]
+        for piece in others:
+            if (piece.group, piece.sequence) != (first.group, first.sequence):
+                break
+            if first.group is Group.ATTENTION and first.sequence is None:
+                break  # each row reads keys of its own
+            found.append(piece)
+        return found
 
     def _attended(self, piece: Slice) -> Attended:
         """Whose keys the rows of an attention slice read."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowprefill.huge_pages import Arena, aligned
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.cache import GROUP, KVCache
 from flowprefill.native.library import (
     AMX_FLAG,
@@ -26,7 +27,7 @@ from flowprefill.native.library import (
 from flowprefill.ops.attention import query_scale
 from flowprefill.ops.rope import RotaryTable
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Rows
+from flowprefill.programs.operators import Attended, Ends, Rows
 from flowprefill.programs.rope_frequencies import rope_frequencies
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
 
@@ -115,9 +116,21 @@ class NativeOperators:
             len(hidden),
         )
 
-    def attention(self, layer: int, q: Tensor, attended: Attended) -> None:
+    def attention(
+        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
         addresses = attended.addresses
         num_seqs = len(addresses.first)
+        if num_seqs == 1:
+            num_run: int = self._library.flowprefill_attention_slices(
+                self._decoder,
+                self._pointers[layer],
+                _address(q),
+                addresses.tables[0],
+                addresses.first[0],
+                *_slices(ends, interrupt),
+            )
+            return num_run
         self._library.flowprefill_attention(
             self._decoder,
             self._pointers[layer],
@@ -127,15 +140,19 @@ class NativeOperators:
             num_seqs,
             len(q) // num_seqs,
         )
+        return len(ends)
 
-    def mlp(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
-        self._library.flowprefill_mlp(
+    def mlp(
+        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
+        num_run: int = self._library.flowprefill_mlp(
             self._decoder,
             self._pointers[layer],
             _address(hidden),
             _address(attended),
-            len(hidden),
+            *_slices(ends, interrupt),
         )
+        return num_run
 
     def layers(
         self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
@@ -228,6 +245,11 @@ def _packed_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
         + size(hidden, spec.intermediate_size)
     )
     return spec.num_layers * layer + size(spec.vocab_size, hidden)
+
+
+def _slices(ends: Ends, interrupt: Interrupt | None) -> tuple[int, int, int | None]:
+    """The last arguments of a function that runs slices."""
+    return ends.buffer_info()[0], len(ends), interrupt.address if interrupt else None
 
 
 def _address(tensor: Tensor) -> int:

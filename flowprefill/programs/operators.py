@@ -7,13 +7,14 @@ TorchOperators runs anywhere; NativeOperators is the quick path of a CPU.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
 
@@ -58,6 +59,14 @@ class Attended:
         )
 
 
+Ends: TypeAlias = "array[int]"
+"""int32: rows at which consecutive slices end, the first of which starts at row 0."""
+
+
+def slice_ends(ends: Iterable[int]) -> Ends:
+    return array("i", ends)
+
+
 class Operators(Protocol):
     """One model's weights and KV cache on a device. `layer` counts from 0."""
 
@@ -75,17 +84,25 @@ class Operators(Protocol):
         """
         ...
 
-    def attention(self, layer: int, q: Tensor, attended: Attended) -> None:
-        """Overwrite queries by attention's output.
+    def attention(
+        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
+        """Overwrite queries by attention's output. Returns how many slices ran, at least one.
 
         q: [num_seqs * rows of each, q_size], sequence by sequence
+        ends: one slice's, all rows; of a single sequence it may be several
+        interrupt: no slice begins behind the first once it must be left; None = never
         """
         ...
 
-    def mlp(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
+    def mlp(
+        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
         """Output projection, residual, norm, gated MLP, residual; `hidden` is overwritten.
+        Returns how many slices ran, at least one.
 
         hidden: [num_rows, hidden]; attended: [num_rows, q_size]
+        ends, interrupt: as above
         """
         ...
 

@@ -14,8 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from flowprefill.granularity import Granularity
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.programs.slices import Slice
+
+RunSlice = Callable[[Interrupt | None], bool]
+"""ProgramState.run_slice."""
 
 SliceCost = Callable[[Slice], float]
 """Predicted device seconds of one slice."""
@@ -43,8 +47,11 @@ class ProgramState(Protocol):
         """The slice that run_slice will run."""
         ...
 
-    def run_slice(self) -> bool:
-        """Run the next slice. True if the task may be left here (never true when it is done)."""
+    def run_slice(self, interrupt: Interrupt | None = None) -> bool:
+        """Run the next slice. True if the task may be left here (never true when it is done).
+
+        interrupt: given, it may also run slices behind it, until the task must be left and may be
+        """
         ...
 
     def remaining_s(self, cost: SliceCost) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.cache import KVCache
 from flowprefill.ops.attention import paged_attention, query_scale
 from flowprefill.ops.linear import Linear
@@ -14,7 +15,7 @@ from flowprefill.ops.mlp import silu_and_mul
 from flowprefill.ops.rmsnorm import rmsnorm
 from flowprefill.ops.rope import RotaryTable
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Rows
+from flowprefill.programs.operators import Attended, Ends, Rows
 from flowprefill.programs.rope_frequencies import rope_frequencies
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
 
@@ -68,7 +69,13 @@ class TorchOperators:
         self.cache.write(layer, rows.slots, k, v.view(-1, spec.num_kv_heads, spec.head_dim))
         q.copy_(heads.mul(self._query_scale).reshape(-1, spec.q_size))
 
-    def attention(self, layer: int, q: Tensor, attended: Attended) -> None:
+    def attention(
+        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
+        self._attend(layer, q[: ends[0]], attended)
+        return 1
+
+    def _attend(self, layer: int, q: Tensor, attended: Attended) -> None:
         num_seqs = len(attended.tables)
         per_seq = q.view(num_seqs, -1, self._spec.num_heads, self._spec.head_dim)
         order = sorted(range(num_seqs), key=lambda i: -attended.first[i])
@@ -81,7 +88,13 @@ class TorchOperators:
         )
         per_seq[order] = out
 
-    def mlp(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
+    def mlp(
+        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
+    ) -> int:
+        self._feed_forward(layer, hidden[: ends[0]], attended[: ends[0]])
+        return 1
+
+    def _feed_forward(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
         weights = self._layers[layer]
         hidden += weights.o_proj(attended)
         normed = rmsnorm(hidden, weights.post_norm, self._spec.rms_norm_eps)
@@ -92,8 +105,8 @@ class TorchOperators:
     ) -> None:
         for layer in layers:
             self.qkv(layer, hidden, rows, q)
-            self.attention(layer, q, attended)
-            self.mlp(layer, hidden, q)
+            self._attend(layer, q, attended)
+            self._feed_forward(layer, hidden, q)
 
     def logits(self, hidden: Tensor) -> Tensor:
         normed = rmsnorm(hidden, self._norm, self._spec.rms_norm_eps)

@@ -423,7 +423,7 @@ def test_close_fails_what_runs_longer_than_the_drain(model: Path, drain_s: float
 
         def close() -> None:
             closer.start()
-            wait_until(h.engine._inbox.has_messages)
+            wait_until(lambda: h.engine._interrupt.is_raised)
 
         h.at_slice(MID_PREFILL, close)
         h.at_slice(MID_PREFILL + 1, lambda: time.sleep(drain_s))  # a slice that takes long

@@ -109,7 +109,7 @@ def test_close_fails_running_evicted_and_waiting_requests_alike(model: Path) -> 
 
         def close() -> None:
             closer.start()
-            wait_until(h.engine._inbox.has_messages)
+            wait_until(lambda: h.engine._interrupt.is_raised)
 
         def evict_and_close() -> None:
             h.submit(urgent(2, HUGE), patient(3, HUGE))

@@ -7,11 +7,12 @@ import pytest
 
 from flowprefill.clock import MonotonicClock, VirtualClock
 from flowprefill.inbox import Inbox
+from flowprefill.interrupt import Interrupt
 
 
 def make_inbox() -> tuple[Inbox[str], VirtualClock]:
     clock = VirtualClock(10.0)
-    return Inbox(clock), clock
+    return Inbox(clock, Interrupt(clock)), clock
 
 
 def test_messages_come_in_order_with_the_time_they_were_put() -> None:
@@ -23,13 +24,19 @@ def test_messages_come_in_order_with_the_time_they_were_put() -> None:
     assert inbox.take() == [(10.0, "a"), (11.0, "b")]
 
 
-def test_taking_empties_it() -> None:
-    inbox, _ = make_inbox()
-    assert not inbox.has_messages() and inbox.take() == []
+def test_taking_empties_it_and_only_then_is_the_interrupt_no_longer_raised() -> None:
+    clock = VirtualClock()
+    interrupt = Interrupt(clock)
+    inbox: Inbox[str] = Inbox(clock, interrupt)
+    assert not interrupt.is_raised and inbox.take() == []
     inbox.put("a")
-    assert inbox.has_messages()
+    inbox.put("b")
+    assert interrupt.is_raised
     inbox.take()
-    assert not inbox.has_messages() and inbox.take() == []
+    assert not interrupt.is_raised and inbox.take() == []
+    inbox.put("c")
+    assert interrupt.is_raised and inbox.wait(None)
+    assert not interrupt.is_raised
 
 
 @pytest.mark.parametrize("until_s", [None, 0.0, 10.0, 1e12, math.inf])
@@ -49,13 +56,14 @@ def test_wait_for_a_time_that_is_over_returns_nothing_at_once(until_s: float) ->
 def test_wait_ends_at_its_time_and_not_before() -> None:
     clock = MonotonicClock()
     until_s = clock.now_s() + 0.02
-    assert Inbox[str](clock).wait(until_s) == []
+    assert Inbox[str](clock, Interrupt(clock)).wait(until_s) == []
     assert clock.now_s() >= until_s - 0.001  # what a timeout may round away
 
 
 @pytest.mark.parametrize("until_s", [None, 1e12, math.inf])
 def test_a_message_of_another_thread_wakes_the_waiting_one(until_s: float | None) -> None:
-    inbox: Inbox[str] = Inbox(MonotonicClock())
+    clock = MonotonicClock()
+    inbox: Inbox[str] = Inbox(clock, Interrupt(clock))
     received: list[tuple[float, str]] = []
     reader = threading.Thread(target=lambda: received.extend(inbox.wait(until_s)))
     reader.start()
@@ -65,7 +73,9 @@ def test_a_message_of_another_thread_wakes_the_waiting_one(until_s: float | None
 
 
 def test_nothing_is_lost_and_each_writers_order_is_kept() -> None:
-    inbox: Inbox[tuple[int, int]] = Inbox(MonotonicClock())
+    clock = MonotonicClock()
+    interrupt = Interrupt(clock)
+    inbox: Inbox[tuple[int, int]] = Inbox(clock, interrupt)
     num_writers, num_messages = 4, 500
 
     def write(writer: int) -> None:
@@ -84,4 +94,4 @@ def test_nothing_is_lost_and_each_writers_order_is_kept() -> None:
         thread.join()
     for writer in range(num_writers):
         assert [i for w, i in received if w == writer] == list(range(num_messages))
-    assert not inbox.has_messages()
+    assert not interrupt.is_raised

@@ -13,10 +13,12 @@ from flowprefill.clock import VirtualClock
 from flowprefill.executor.device import CpuDevice
 from flowprefill.executor.executor import Executor
 from flowprefill.executor.sampler import Sampler, SamplingState
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.loading import LoadedModel
 from flowprefill.passes import Passes
 from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.programs.program import RunSlice
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import (
@@ -50,12 +52,12 @@ class TickingDevice(CpuDevice):
         self._clock = clock
         self.at_s: dict[float, Callable[[], object]] = {}
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
         action = self.at_s.pop(self._clock.now_s(), None)
         if action:
             action()
         self._clock.advance_to(self._clock.now_s() + 1)
-        return super().run(run_slice, predicted_s)
+        return run_slice(None)  # one by one
 
 
 class Bench:
@@ -65,7 +67,7 @@ class Bench:
         self.clock = VirtualClock()
         self.counters = EngineCounters()
         self.outputs: list[TokenOutput] = []
-        self.must_leave = False
+        self.interrupt = Interrupt(self.clock)
         self.device = TickingDevice(self.clock)
         self.timed_out: list[int] = []
         self.book = RequestBook(
@@ -92,7 +94,7 @@ class Bench:
             self.counters,
             self.clock,
             prefix_caching=True,
-            should_leave=lambda: self.must_leave,
+            interrupt=self.interrupt,
         )
 
     # what Passes asks of the scheduler
@@ -127,7 +129,7 @@ class Bench:
 
     def leave_at(self, time_s: float) -> None:
         """What happens in the slice that starts at time_s is found at the boundary behind it."""
-        self.at(time_s, lambda: setattr(self, "must_leave", True))
+        self.at(time_s, self.interrupt.raise_now)
 
     def at(self, time_s: float, action: Callable[[], object]) -> None:
         self.device.at_s[time_s] = action
@@ -181,7 +183,7 @@ def test_prefill_is_left_at_the_next_boundary_and_goes_on(bench: Bench) -> None:
     bench.leave_at(2)
     assert bench.prefill(1) == [PrefillParked(1, remaining_s=2.0)]
     assert bench.clock.now_s() == 3
-    bench.must_leave = False
+    bench.interrupt.clear()
     assert bench.prefill(1) == [PrefillDone(1)]
     assert bench.token_times(1) == [PREFILL_S]
 
@@ -216,7 +218,7 @@ def test_only_a_newcomer_that_takes_the_device_from_another_was_blocked(bench: B
     bench.arrive(1)
     bench.leave_at(2)
     bench.prefill(1)
-    bench.must_leave = False
+    bench.interrupt.clear()
     bench.arrive(2)
     bench.clock.advance_to(10.0)
     bench.runner.run(Decision(PrefillTask(2, (2,))), newcomers={2})
@@ -254,7 +256,7 @@ def test_step_left_midway_gives_nothing_until_it_has_ended(bench: Bench) -> None
     bench.leave_at(11)
     assert bench.runner.run(Decision(DecodeStep((1, 2)), max_steps=10), set()) == []
     assert len(bench.outputs) == 2
-    bench.must_leave = False
+    bench.interrupt.clear()
     # It goes on with its members, and then those that are asked for now need a decision.
     events = bench.runner.run(Decision(DecodeStep((1,)), max_steps=10), set())
     assert events == [DecodeStepDone((1, 2), 10.0 + STEP_S)]
@@ -315,7 +317,7 @@ def test_what_happens_in_a_step_beside_a_prefill_leaves_both(bench: Bench) -> No
     steps = paced(1, release_s=PREFILL_S + 1.0)
     assert bench.prefill(2, steps=steps) == [PrefillParked(2, remaining_s=4.0)]
     assert bench.passes.step is not None
-    bench.must_leave = False
+    bench.interrupt.clear()
     done, parked_or_done = bench.prefill(2, steps=paced(1, release_s=0.0, interval_s=100.0))
     assert done == DecodeStepDone((1,), PREFILL_S + 1 + STEP_S)
     assert parked_or_done == PrefillDone(2)

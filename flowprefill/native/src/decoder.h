@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "product.h"
+#include "slices.h"
 #include "team.h"
 
 namespace flowprefill {
@@ -100,12 +101,42 @@ class Decoder {
     });
   }
 
-  // Attention output and residual stream -> residual stream behind the layer, in place.
-  void mlp(const LayerPointers& layer, Element* hidden, const Element* attended, int num_rows) {
-    by_rows_or_panels(num_rows, [&](Team& team, Scratch& shared, int start, int count) {
-      feed_forward(team, shared, layer, hidden + offset(start, shape_.hidden),
-                   attended + offset(start, q_size()), count);
+  // The same for one sequence, in slices (slices.h). Returns how many ran.
+  int attention_slices(const LayerPointers& layer, Element* q, const int64_t* table, int64_t first,
+                       const int32_t* ends, int num_slices, const Interrupt* interrupt) {
+    const auto block_rows = [](int rows) { return std::min(rows, ATTENTION_ROWS); };
+    Slices slices(ends, num_slices, interrupt, shape_.num_kv_heads, block_rows);
+    threads_.run([&](int member) {
+      for (Piece piece; slices.take(piece);)
+        attend_rows(member, layer, q, table, first, piece.part, piece.start, piece.rows);
     });
+    return slices.num_run();
+  }
+
+  // Attention output and residual stream -> residual stream behind the layer, in place, in slices
+  // (slices.h). Returns how many ran.
+  int mlp(const LayerPointers& layer, Element* hidden, const Element* attended,
+          const int32_t* ends, int num_slices, const Interrupt* interrupt) {
+    int num_wide = 0;  // slices that go by rows
+    for (int start = 0; num_wide < num_slices && is_by_rows(ends[num_wide] - start); ++num_wide)
+      start = ends[num_wide];
+    if (num_wide == 0) {
+      by_panels(ends[0], [&](Team& team, Scratch& shared, int start, int count) {
+        feed_forward(team, shared, layer, hidden, attended, count);
+      });
+      return 1;
+    }
+    const auto rows_each = [&](int rows) { return block_rows(rows); };
+    Slices slices(ends, num_wide, interrupt, 1, rows_each);
+    threads_.run([&](int member) {
+      Team alone;
+      for (Piece piece; slices.take(piece);) {
+        prepare(own_[member], piece.rows);
+        feed_forward(alone, own_[member], layer, hidden + offset(piece.start, shape_.hidden),
+                     attended + offset(piece.start, q_size()), piece.rows);
+      }
+    });
+    return slices.num_run();
   }
 
   // Some whole layers of a decode step: a row of each sequence.
@@ -180,17 +211,12 @@ class Decoder {
     scratch.activations.take(words(shape_.intermediate) * num_rows);
   }
 
+  bool is_by_rows(int num_rows) const { return num_rows >= MIN_ROWS_EACH * threads_.size(); }
+
   // work(team, shared, start, count): all rows by all threads, or blocks of rows by each alone.
   template <class Work>
   void by_rows_or_panels(int num_rows, const Work& work) {
-    if (num_rows < MIN_ROWS_EACH * threads_.size()) {
-      prepare(shared_, num_rows);
-      threads_.run([&](int member) {
-        Team team(threads_, member);
-        work(team, shared_, 0, num_rows);
-      });
-      return;
-    }
+    if (!is_by_rows(num_rows)) return by_panels(num_rows, work);
     const int rows = block_rows(num_rows);
     threads_.run([&](int member) {
       Team(threads_, member).split((num_rows + rows - 1) / rows, [&](int block) {
@@ -199,6 +225,15 @@ class Decoder {
         prepare(own_[member], rows);
         work(alone, own_[member], start, std::min(rows, num_rows - start));
       });
+    });
+  }
+
+  template <class Work>
+  void by_panels(int num_rows, const Work& work) {
+    prepare(shared_, num_rows);
+    threads_.run([&](int member) {
+      Team team(threads_, member);
+      work(team, shared_, 0, num_rows);
     });
   }
 
@@ -388,27 +423,32 @@ class Decoder {
   template <class Before>
   void attend(Team& team, const LayerPointers& layer, Element* q, const int64_t* const* tables,
               const int64_t* first, int num_seqs, int num_rows, const Before& before) {
+    const int rows_each = std::min(num_rows, ATTENTION_ROWS);
+    const int num_parts = (num_rows + rows_each - 1) / rows_each;
+    const int per_seq = num_parts * shape_.num_kv_heads;
+    team.split(num_seqs * per_seq, [&](int i) {
+      const int seq = i / per_seq, head = i % shape_.num_kv_heads;
+      const int start = i % per_seq / shape_.num_kv_heads * rows_each;
+      before(seq, head);
+      attend_rows(team.member(), layer, q + offset(seq * num_rows, q_size()), tables[seq],
+                  first[seq], head, start, std::min(rows_each, num_rows - start));
+    });
+  }
+
+  // Rows start..start + count of one sequence and KV head; ATTENTION_ROWS at most.
+  void attend_rows(int member, const LayerPointers& layer, Element* q, const int64_t* table,
+                   int64_t first, int kv_head, int start, int count) {
     const int group = shape_.num_heads / shape_.num_kv_heads;
     const int head_words = static_cast<int>(words(shape_.head_dim));
     const LayerCache cache{layer.k_cache, layer.v_cache, shape_.num_kv_heads, head_words,
                            head_words * LANES, shape_.block_size / LANES};
-    const int rows_each = std::min(num_rows, ATTENTION_ROWS);
-    const int num_parts = (num_rows + rows_each - 1) / rows_each;
-    const int per_seq = num_parts * shape_.num_kv_heads;
-    LineState* states = own_[team.member()].states.take(offset(rows_each, group));
-    team.split(num_seqs * per_seq, [&](int i) {
-      const int seq = i / per_seq, head = i % shape_.num_kv_heads;
-      // the last rows first: they read the most keys
-      const int part = num_parts - 1 - i % per_seq / shape_.num_kv_heads;
-      const int start = part * rows_each, count = std::min(rows_each, num_rows - start);
-      before(seq, head);
-      const Queries queries{reinterpret_cast<Word*>(q + offset(seq * num_rows, q_size())),
-                            static_cast<long>(words(q_size())), first[seq], tables[seq]};
-      if (shape_.head_dim == 64)
-        HeadAttention<T, 64 / P>(cache, queries, head, group).run(start, count, states);
-      else
-        HeadAttention<T, 0>(cache, queries, head, group).run(start, count, states);
-    });
+    const Queries queries{reinterpret_cast<Word*>(q), static_cast<long>(words(q_size())), first,
+                          table};
+    LineState* states = own_[member].states.take(offset(ATTENTION_ROWS, group));
+    if (shape_.head_dim == 64)
+      HeadAttention<T, 64 / P>(cache, queries, kv_head, group).run(start, count, states);
+    else
+      HeadAttention<T, 0>(cache, queries, kv_head, group).run(start, count, states);
   }
 
   void feed_forward(Team& team, Scratch& shared, const LayerPointers& layer, Element* hidden,

@@ -14,7 +14,10 @@ class AnyDecoder {
                    const int64_t* slots, int num_rows) = 0;
   virtual void attention(const LayerPointers&, void* q, const int64_t* const* tables,
                          const int64_t* first, int num_seqs, int num_rows) = 0;
-  virtual void mlp(const LayerPointers&, void* hidden, const void* attended, int num_rows) = 0;
+  virtual int attention_slices(const LayerPointers&, void* q, const int64_t* table, int64_t first,
+                               const int32_t* ends, int num_slices, const Interrupt*) = 0;
+  virtual int mlp(const LayerPointers&, void* hidden, const void* attended, const int32_t* ends,
+                  int num_slices, const Interrupt*) = 0;
   virtual void layers(const LayerPointers* const*, int num_layers, void* hidden, void* q,
                       const int64_t* positions, const int64_t* slots,
                       const int64_t* const* tables, const int64_t* first, int num_seqs) = 0;
@@ -34,8 +37,13 @@ class DecoderOf final : public AnyDecoder {
                  const int64_t* first, int num_seqs, int num_rows) override {
     decoder_.attention(layer, out(q), tables, first, num_seqs, num_rows);
   }
-  void mlp(const LayerPointers& layer, void* hidden, const void* attended, int num_rows) override {
-    decoder_.mlp(layer, out(hidden), in(attended), num_rows);
+  int attention_slices(const LayerPointers& layer, void* q, const int64_t* table, int64_t first,
+                       const int32_t* ends, int num_slices, const Interrupt* interrupt) override {
+    return decoder_.attention_slices(layer, out(q), table, first, ends, num_slices, interrupt);
+  }
+  int mlp(const LayerPointers& layer, void* hidden, const void* attended, const int32_t* ends,
+          int num_slices, const Interrupt* interrupt) override {
+    return decoder_.mlp(layer, out(hidden), in(attended), ends, num_slices, interrupt);
   }
   void layers(const LayerPointers* const* layers, int num_layers, void* hidden, void* q,
               const int64_t* positions, const int64_t* slots, const int64_t* const* tables,
@@ -58,6 +66,7 @@ class DecoderOf final : public AnyDecoder {
 }  // namespace flowprefill
 
 using flowprefill::AnyDecoder;
+using flowprefill::Interrupt;
 using flowprefill::LayerPointers;
 using flowprefill::ModelShape;
 using flowprefill::Word;
@@ -82,9 +91,16 @@ void flowprefill_attention(AnyDecoder* decoder, const LayerPointers* layer, void
   decoder->attention(*layer, q, tables, first, num_seqs, num_rows);
 }
 
-void flowprefill_mlp(AnyDecoder* decoder, const LayerPointers* layer, void* hidden,
-                     const void* attended, int num_rows) {
-  decoder->mlp(*layer, hidden, attended, num_rows);
+int flowprefill_attention_slices(AnyDecoder* decoder, const LayerPointers* layer, void* q,
+                                 const int64_t* table, int64_t first, const int32_t* ends,
+                                 int num_slices, const Interrupt* interrupt) {
+  return decoder->attention_slices(*layer, q, table, first, ends, num_slices, interrupt);
+}
+
+int flowprefill_mlp(AnyDecoder* decoder, const LayerPointers* layer, void* hidden,
+                    const void* attended, const int32_t* ends, int num_slices,
+                    const Interrupt* interrupt) {
+  return decoder->mlp(*layer, hidden, attended, ends, num_slices, interrupt);
 }
 
 void flowprefill_layers(AnyDecoder* decoder, const LayerPointers* const* layers, int num_layers,

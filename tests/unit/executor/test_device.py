@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from flowprefill.clock import VirtualClock
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import CpuDevice, CudaDevice, LaunchWindow, make_device
+from flowprefill.interrupt import Interrupt
 from tests.unit.programs.test_slices import make_spec
 
 MAX_SLICE_S = 0.004
@@ -168,14 +169,15 @@ class TestCpuDevice:
 
     @pytest.mark.parametrize("answer", [True, False])
     def test_run_calls_the_slice_once_and_returns_its_answer(self, answer: bool) -> None:
-        calls: list[None] = []
+        calls: list[Interrupt | None] = []
+        interrupt = Interrupt(VirtualClock())
 
-        def run_slice() -> bool:
-            calls.append(None)
+        def run_slice(interrupt: Interrupt | None) -> bool:
+            calls.append(interrupt)
             return answer
 
-        assert CpuDevice(1).run(run_slice, 0.001) is answer
-        assert len(calls) == 1
+        assert CpuDevice(1).run(run_slice, 0.001, interrupt) is answer
+        assert calls == [interrupt]
 
     @pytest.mark.parametrize("is_native", [True, False])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from flowprefill.clock import VirtualClock
 from flowprefill.executor.executor import Executor
-from flowprefill.programs.program import SliceCost
+from flowprefill.interrupt import Interrupt
+from flowprefill.programs.program import RunSlice, SliceCost
 from flowprefill.programs.slices import Group, Slice, SliceLimits
 
 PREDICTED_S = 0.5
@@ -34,13 +35,14 @@ class ScriptedPass:
     def next_slice(self) -> Slice:
         return Slice(Group.MLP, self.position, self.position + 1)
 
-    def run_slice(self) -> bool:
+    def run_slice(self, interrupt: Interrupt | None = None) -> bool:
         self._clock.advance_to(self._clock.now_s() + 1)
         self.position += 1
         return self._boundaries[self.position - 1]
 
     def remaining_s(self, cost: SliceCost) -> float:
-        raise AssertionError("the executor has no use for it")
+        left = range(self.position, len(self._boundaries))
+        return sum(cost(Slice(Group.MLP, i, i + 1)) for i in left)
 
     @property
     def logits(self) -> Tensor:
@@ -64,9 +66,9 @@ class RecordingDevice:
     def slice_limits(self, spec: object, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
         raise AssertionError("the executor has no use for it")
 
-    def run(self, run_slice: Callable[[], bool], predicted_s: float) -> bool:
+    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
         self.predictions.append(predicted_s)
-        return run_slice()
+        return run_slice(interrupt)
 
     def wait(self) -> None:
         self.num_waits += 1
@@ -87,95 +89,101 @@ def setup() -> Setup:
     return Setup()
 
 
-def never() -> bool:
-    return False
+class Wish(Interrupt):
+    """Must the pass be left? Answers in turn, then the last one for ever."""
+
+    def __init__(self, *answers: bool) -> None:
+        super().__init__(VirtualClock())
+        self._answers = list(answers)
+
+    def must_leave(self) -> bool:
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
-def always() -> bool:
-    return True
+def never() -> Interrupt:
+    return Wish(False)
 
 
-def from_script(answers: Sequence[bool]) -> Callable[[], bool]:
-    """Answers in turn, then False."""
-    script: Iterator[bool] = iter(answers)
-    return lambda: next(script, False)
+def always() -> Interrupt:
+    return Wish(True)
 
 
 def test_an_undisturbed_pass_runs_to_its_end(setup: Setup) -> None:
     state = setup.new_pass([True] * 7)
-    report = setup.executor.run(state, never)
+    report = setup.executor.run(state, never())
     assert report.is_done and state.is_done
     assert setup.executor.num_slices == 7
 
 
 def test_a_pass_is_left_only_at_a_boundary(setup: Setup) -> None:
     state = setup.new_pass([False, False, True, False, True, True])
-    report = setup.executor.run(state, always)
+    report = setup.executor.run(state, always())
     assert not report.is_done and state.position == 3
-    assert not setup.executor.run(state, always).is_done and state.position == 5
-    assert setup.executor.run(state, always).is_done
+    assert not setup.executor.run(state, always()).is_done and state.position == 5
+    assert setup.executor.run(state, always()).is_done
 
 
 def test_a_pass_without_boundaries_ignores_the_wish_to_leave(setup: Setup) -> None:
-    assert setup.executor.run(setup.new_pass([False] * 5), always).is_done
+    assert setup.executor.run(setup.new_pass([False] * 5), always()).is_done
 
 
 def test_the_wish_is_asked_once_at_each_boundary_and_nowhere_else(setup: Setup) -> None:
     asked_at: list[int] = []
     state = setup.new_pass([False, True, False, True, True])
 
-    def should_leave() -> bool:
-        asked_at.append(state.position)
-        return False
+    class Asked(Interrupt):
+        def must_leave(self) -> bool:
+            asked_at.append(state.position)
+            return False
 
-    setup.executor.run(state, should_leave)
+    setup.executor.run(state, Asked(setup.clock))
     assert asked_at == [2, 4]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.lists(st.booleans(), max_size=40))
 def test_any_interruptions_run_each_slice_once(boundaries: list[bool], wishes: list[bool]) -> None:
     setup = Setup()
-    state, should_leave = setup.new_pass(boundaries), from_script(wishes)
+    state, wish = setup.new_pass(boundaries), Wish(*wishes, False)
     reports = []
     while not state.is_done:
-        reports.append(setup.executor.run(state, should_leave))
+        reports.append(setup.executor.run(state, wish))
     assert setup.executor.num_slices == len(boundaries)
     assert [r.is_done for r in reports] == [False] * (len(reports) - 1) + [True]
     assert sum(r.busy_s for r in reports) == len(boundaries)
     expected = [PREDICTED_S + i for i in range(len(boundaries))]
     assert setup.device.predictions == expected
-    assert sum(r.predicted_s for r in reports) == sum(expected)
+    assert sum(r.predicted_s for r in reports) == pytest.approx(sum(expected))
 
 
 def test_report_covers_its_own_stretch(setup: Setup) -> None:
     state = setup.new_pass([True] * 4)
-    first = setup.executor.run(state, from_script([False, True]))
+    first = setup.executor.run(state, Wish(False, True, False))
     assert (first.is_done, first.started_s, first.busy_s) == (False, 100.0, 2.0)
     assert first.predicted_s == PREDICTED_S + (PREDICTED_S + 1)
     setup.clock.advance_to(150.0)  # another task had the device
-    second = setup.executor.run(state, never)
+    second = setup.executor.run(state, never())
     assert (second.is_done, second.started_s, second.busy_s) == (True, 150.0, 2.0)
     assert second.predicted_s == (PREDICTED_S + 2) + (PREDICTED_S + 3)
 
 
 def test_slices_count_over_all_passes(setup: Setup) -> None:
     for count in (3, 4):
-        setup.executor.run(setup.new_pass([True] * count), never)
+        setup.executor.run(setup.new_pass([True] * count), never())
     assert setup.executor.num_slices == 7
 
 
 def test_the_device_is_waited_for_at_the_end_and_not_at_a_boundary(setup: Setup) -> None:
     state = setup.new_pass([True] * 3)
-    setup.executor.run(state, always)
+    setup.executor.run(state, always())
     assert setup.device.num_waits == 0
-    setup.executor.run(state, never)
+    setup.executor.run(state, never())
     assert setup.device.num_waits == 1
 
 
 def test_a_slice_that_fails_is_told_to_the_caller(setup: Setup) -> None:
     class Failing(ScriptedPass):
-        def run_slice(self) -> bool:
+        def run_slice(self, interrupt: Interrupt | None = None) -> bool:
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        setup.executor.run(Failing(setup.clock, [True]), never)
+        setup.executor.run(Failing(setup.clock, [True]), never())
