@@ -7,7 +7,9 @@ alone and one after the other.
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flowprefill.clock import MonotonicClock
 from flowprefill.granularity import Granularity
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel
 from flowprefill.programs.model_spec import resolve_model_path
@@ -80,7 +84,7 @@ def run_interleaved(model: LoadedModel, sequences: list[Sequence], draw: random.
         members, state = parked.pop(draw.randrange(len(parked)))
         for _ in range(draw.choice((1, 1, 2, 5, 30))):
             if not state.is_done:
-                state.run_slice()
+                state.run_slice(draw_interrupt(draw))
         if not state.is_done:
             parked.append((members, state))
             num_parked += 1
@@ -89,6 +93,18 @@ def run_interleaved(model: LoadedModel, sequences: list[Sequence], draw: random.
             sequence.logits.append(row)
             sequence.is_busy = False
     return num_parked
+
+
+def draw_interrupt(draw: random.Random) -> Interrupt | None:
+    """None: one slice. Else as many as one call may run, until it is raised or its time is over."""
+    kind = draw.choice(("none", "raised", "never", "soon"))
+    if kind == "none":
+        return None
+    interrupt = Interrupt(MonotonicClock())
+    if kind == "raised":
+        interrupt.raise_now()
+    interrupt.start(time.monotonic() + draw.random() * 2e-4 if kind == "soon" else math.inf)
+    return interrupt
 
 
 def start(

@@ -187,3 +187,25 @@ def test_a_slice_that_fails_is_told_to_the_caller(setup: Setup) -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         setup.executor.run(Failing(setup.clock, [True]), never())
+
+
+def test_a_pass_is_left_when_its_time_is_over(setup: Setup) -> None:
+    state, interrupt = setup.new_pass([True] * 5), Interrupt(setup.clock)
+    assert not setup.executor.run(state, interrupt, until_s=102.0).is_done
+    assert state.position == 2
+    interrupt.timer_s = 103.0
+    assert not setup.executor.run(state, interrupt).is_done
+    assert state.position == 3
+
+
+def test_slices_of_one_call_are_all_predicted_and_count_once(setup: Setup) -> None:
+    class Eager(ScriptedPass):
+        """Runs two slices a call."""
+
+        def run_slice(self, interrupt: Interrupt | None = None) -> bool:
+            super().run_slice()
+            return super().run_slice()
+
+    report = setup.executor.run(Eager(setup.clock, [True] * 4), never())
+    assert setup.executor.num_slices == 2
+    assert report.predicted_s == 4 * PREDICTED_S + 0 + 1 + 2 + 3

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowprefill.clock import MonotonicClock
 from flowprefill.granularity import Granularity
+from flowprefill.interrupt import Interrupt
 from flowprefill.programs.slices import Group, Slice, SliceLimits
 from tests.factories import ARCHITECTURES, write_tiny_model
 from tests.native_kernels import KERNELS
@@ -185,6 +187,65 @@ class TestBoundaries:
         assert answers == [True] * 4 * 3 + [False]  # attention of each sequence is a slice
         alone = [llama.decode(1, 300, sequence) for sequence in (0, 1)]
         assert torch.equal(state.logits, torch.stack(alone))
+
+
+class TestSeveralSlicesInACall:
+    """run_slice with an interrupt: the native kernels go on, torch's operators do not."""
+
+    @pytest.fixture
+    def interrupt(self) -> Interrupt:
+        interrupt = Interrupt(MonotonicClock())
+        interrupt.start()
+        return interrupt
+
+    def calls(self, runner: Runner, interrupt: Interrupt | None, granularity: str) -> list[bool]:
+        """What run_slice answers, call by call, for a prompt of four tiles."""
+        inputs = [runner.input(random_tokens(256))]
+        state = runner.program.prefill(inputs, Granularity.parse(granularity))
+        answers = []
+        while not state.is_done:
+            answers.append(state.run_slice(interrupt))
+        return answers
+
+    @pytest.mark.parametrize("granularity", ["tile", "op", "layer", "whole"])
+    def test_only_another_operator_ends_a_call(
+        self, runner: Runner, kernels: str, interrupt: Interrupt, granularity: str
+    ) -> None:
+        one_by_one = self.calls(runner, None, granularity)
+        together = self.calls(runner, interrupt, granularity)
+        if kernels == "torch":
+            assert together == one_by_one
+            return
+        # two layers of QKV by tiles and two more operators, by tiles too or over the whole prompt;
+        # then QKV of the last layer, and the head
+        a_layer = 4 + 1 + 1 if granularity == "op" else 4 + 4 + 4
+        assert len(together) == 2 * a_layer + 4 + 1 < len(one_by_one)
+        num_boundaries = len(together) - 1 if granularity == "tile" else sum(one_by_one)
+        assert sum(together) == num_boundaries
+
+    def test_raised_it_is_one_slice_a_call_where_the_task_may_be_left(
+        self, runner: Runner, interrupt: Interrupt
+    ) -> None:
+        interrupt.raise_now()
+        assert self.calls(runner, interrupt, "tile") == self.calls(runner, None, "tile")
+
+    def test_raised_a_call_runs_on_to_where_the_task_may_be_left(
+        self, runner: Runner, interrupt: Interrupt
+    ) -> None:
+        undisturbed = self.calls(runner, interrupt, "layer")
+        interrupt.raise_now()
+        assert self.calls(runner, interrupt, "layer") == undisturbed
+
+    @pytest.mark.parametrize("granularity", ["tile", "op", "chunk:50"])
+    def test_the_bits_are_those_of_one_by_one(
+        self, runner: Runner, interrupt: Interrupt, granularity: str
+    ) -> None:
+        tokens = random_tokens(300)
+        expected = runner.prefill(tokens, WHOLE)
+        state = runner.program.prefill([runner.input(tokens)], Granularity.parse(granularity))
+        while not state.is_done:
+            state.run_slice(interrupt)
+        assert torch.equal(state.logits[0], expected)
 
 
 class TestRemaining:
