@@ -1,0 +1,84 @@
+"""Where attainment falls below a target: which load to measure next, and how sure the answer is.
+
+Pure. Attainment is measured at a few loads, over the same windows of a trace each time; between two
+loads it is taken to be linear in the logarithm of the load.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+STEP = 1.1
+"""Factor between neighbours on the grid of loads."""
+MIN_LOAD, MAX_LOAD = 0.02, 20.0
+
+Curve = Mapping[float, float]
+"""Attainment by load."""
+
+
+def snap(load: float) -> float:
+    """The nearest load of the grid."""
+    return _load(_index(min(max(load, MIN_LOAD), MAX_LOAD)))
+
+
+def next_load(curve: Curve, guess: float, target: float) -> float | None:
+    """The load to measure next; None once the crossing lies between two neighbours.
+
+    guess: a load of the grid, from which the crossing is walked to
+    """
+    if guess not in curve:
+        return guess
+    is_met = curve[guess] >= target
+    index = _index(guess)
+    while MIN_LOAD < _load(index) < MAX_LOAD:
+        index += 1 if is_met else -1
+        load = _load(index)
+        if load not in curve:
+            return load
+        if (curve[load] >= target) != is_met:
+            return None
+    return None
+
+
+def _index(load: float) -> int:
+    return round(math.log(load) / math.log(STEP))
+
+
+def _load(index: int) -> float:
+    return round(STEP**index, 6)
+
+
+def crossing(curve: Curve, target: float) -> float:
+    """The load up to which every measured one reaches the target, and beyond that the share of the
+    way to the next one. 0 if the lowest misses it; the highest if none does."""
+    loads = sorted(curve)
+    last = 0.0
+    for load in loads:
+        if curve[load] < target:
+            if not last:
+                return 0.0
+            drop = curve[last] - curve[load]
+            share = (curve[last] - target) / drop
+            return last * math.exp(share * math.log(load / last))
+        last = load
+    return last
+
+
+def bootstrap(
+    statistic: Callable[[Sequence[int]], float],
+    num_windows: int,
+    seed: int,
+    num_samples: int = 1000,
+) -> tuple[float, float]:
+    """95% interval of a statistic of windows, from samples of them with replacement.
+
+    statistic: of indices of windows, some of them several times
+    """
+    rng = random.Random(seed)
+    values = sorted(
+        statistic([rng.randrange(num_windows) for _ in range(num_windows)])
+        for _ in range(num_samples)
+    )
+    return values[int(0.025 * num_samples)], values[int(0.975 * num_samples) - 1]

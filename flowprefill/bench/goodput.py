@@ -1,0 +1,180 @@
+"""`flowprefill bench goodput`: the load that each policy and granularity carries on the engine.
+
+Windows of a trace are replayed in this process on one engine after the other, all of one
+model.json, which differ in policy and granularity alone. Measured are the highest load with 90% of
+the requests on time, the same with 90% of every class, and the tightest objectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
+from flowprefill.bench.progress import BenchProgress, bench_progress
+from flowprefill.bench.report import describe_run, print_json
+
+if TYPE_CHECKING:
+    from flowprefill.bench.crossing import Curve
+    from flowprefill.bench.goodput_plan import GoodputPlan
+    from flowprefill.bench.goodput_runs import Cell, GoodputRuns, Outcome
+    from flowprefill.bench.objectives import SoloSeconds
+    from flowprefill.config import EngineConfig
+
+    Measure = Callable[[Sequence[Outcome]], float]
+
+TARGET = 0.9
+SCALE_LOAD = 0.7
+"""Load at which the tightest objectives are searched."""
+
+
+@dataclass
+class CellResult:
+    """Outcomes of a cell, one of each window."""
+
+    by_load: dict[float, list[Outcome]] = field(default_factory=dict)
+    by_tightness: dict[float, list[Outcome]] = field(default_factory=dict)
+    """At SCALE_LOAD, with objectives divided by so much; empty where it was not asked for."""
+
+
+def run(
+    trace: Annotated[Path, typer.Option(help="Trace CSV.")],
+    cells: Annotated[
+        str | None,
+        typer.Option(
+            help="policy/granularity, separated by commas. Default: fcfs/whole; s-edf, goodput and "
+            "srpt at tile, at their best chunks by simulation and at the common one."
+        ),
+    ] = None,
+    slo_scales: Annotated[
+        bool, typer.Option(help="Search the tightest objectives of s-edf as well.")
+    ] = True,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Windows, spread over the trace; intervals are over them.")
+    ] = 10,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of a window.")] = 40,
+    length_divisor: Annotated[
+        float, typer.Option(min=0.01, help="Prompts are so many times shorter, and chunks too.")
+    ] = 8.0,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
+    ] = 1,
+    records: Annotated[
+        Path | None,
+        typer.Option(help="File of outcomes; what is in it already is not measured again."),
+    ] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Measure the highest load with 90% on time, for several policies and granularities."""
+    from rich.console import Console
+
+    from flowprefill.bench.goodput_plan import PlanOptions, make_plan
+    from flowprefill.bench.goodput_report import make_tables, summarise
+
+    config = load_config(model_json, None)
+    options = PlanOptions(trace, windows, requests, 1 / length_divisor, output_tokens)
+    names = tuple(cells.split(",")) if cells else ()
+    with bench_progress(0) as progress:
+        solo_s, max_tokens = _solo_times(config, progress)
+        plan = make_plan(options, names, solo_s, max_tokens - output_tokens, progress.describe)
+        results = measure(config, plan, slo_scales, seed, records, progress)
+    result = summarise(plan, results, seed)
+    for table in make_tables(plan, result):
+        Console(width=150).print(table)
+    print_json({**result, "run": {**describe_run(config, seed), **plan.facts}}, json_out)
+
+
+def _solo_times(config: EngineConfig, progress: BenchProgress) -> tuple[SoloSeconds, int]:
+    """What a prompt takes alone by the device's profile, and the tokens of the longest."""
+    from flowprefill.clock import MonotonicClock
+    from flowprefill.granularity import Granularity
+    from flowprefill.loading import load_model, profile_model
+    from flowprefill.predictor.fitted import FittedPredictor
+
+    model = load_model(config, progress.show_loading)
+    profile = profile_model(model, MonotonicClock(), progress.show_loading)
+    predictor = FittedPredictor.from_profile(
+        profile, model.spec.num_layers, model.program.limits, Granularity("tile")
+    )
+    return predictor.prefill_s, model.spec.max_position_embeddings
+
+
+def measure(
+    config: EngineConfig,
+    plan: GoodputPlan,
+    with_slo_scales: bool,
+    seed: int,
+    records: Path | None,
+    progress: BenchProgress,
+) -> dict[Cell, CellResult]:
+    """Measure each cell near where it is expected to fail."""
+    from flowprefill.bench.goodput_runs import (
+        GoodputRuns,
+        OutcomeStore,
+        attainment,
+        check_same_knobs,
+        with_cell,
+        worst_class_attainment,
+    )
+
+    check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
+    store = OutcomeStore(records, key=f"{plan.facts} {config} {seed}")
+    runs = GoodputRuns(config, plan.windows, seed, progress, store)
+    try:
+        results = {}
+        for cell, guesses in plan.guesses.items():
+            results[cell] = result = CellResult()
+            search_loads(runs, cell, guesses[0], attainment, result)
+            if cell in plan.every_class_cells:
+                search_loads(runs, cell, guesses[1], worst_class_attainment, result)
+            if with_slo_scales and cell in plan.tightness_cells:
+                search_tightness(runs, cell, result)
+        return results
+    finally:
+        runs.close()
+
+
+def search_loads(
+    runs: GoodputRuns, cell: Cell, guess: float, measure_of: Measure, result: CellResult
+) -> None:
+    """Measure loads on both sides of where 90% are on time, by that measure of attainment."""
+    from flowprefill.bench.crossing import snap
+    from flowprefill.bench.goodput_runs import Point
+
+    def measure_at(load: float) -> None:
+        result.by_load[load] = runs.measure(Point(cell, load))
+
+    search(measure_at, lambda: curve(result.by_load, measure_of), snap(guess))
+
+
+def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
+    """Measure objectives on both sides of the tightest that 90% meet."""
+    from flowprefill.bench.crossing import snap
+    from flowprefill.bench.goodput_runs import Point, attainment
+
+    def measure_at(tightness: float) -> None:
+        point = Point(cell, SCALE_LOAD, slo_scale=round(1 / tightness, 6))
+        result.by_tightness[tightness] = runs.measure(point)
+
+    search(measure_at, lambda: curve(result.by_tightness, attainment), snap(1.0))
+
+
+def curve(by_load: dict[float, list[Outcome]], measure_of: Measure) -> Curve:
+    """Attainment by load, over all windows."""
+    return {load: measure_of(outcomes) for load, outcomes in by_load.items()}
+
+
+def search(
+    measure_at: Callable[[float], None], curve_now: Callable[[], Curve], guess: float
+) -> None:
+    """Measure until two neighbours are known between which the target is crossed."""
+    from flowprefill.bench.crossing import next_load
+
+    while (load := next_load(curve_now(), guess, TARGET)) is not None:
+        measure_at(load)

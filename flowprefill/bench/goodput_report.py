@@ -1,0 +1,224 @@
+"""What `flowprefill bench goodput` reports: highest loads, their ratios and how sure they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flowprefill.bench.crossing import bootstrap, crossing
+from flowprefill.bench.goodput import SCALE_LOAD, TARGET, CellResult
+from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
+from flowprefill.bench.goodput_runs import (
+    Cell,
+    Outcome,
+    attainment,
+    worst_class_attainment,
+)
+from flowprefill.metrics import percentile
+from flowprefill.replay.records import MAX_SEND_LAG_S
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Results = Mapping[Cell, CellResult]
+Measure = Callable[[Sequence[Outcome]], float]
+Value = Callable[[Sequence[int]], float]
+"""A figure of a sample of windows."""
+
+
+def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
+    """The JSON object. Rates are requests per second."""
+    num_windows = len(plan.windows)
+
+    def with_interval(value: Value) -> list[float]:
+        interval = bootstrap(value, num_windows, seed)
+        return [round(v, 4) for v in (value(range(num_windows)), *interval)]
+
+    overall = {cell: _max_load(result, attainment) for cell, result in results.items()}
+    every_class = {
+        cell: _max_load(results[cell], worst_class_attainment)
+        for cell in results
+        if cell in plan.every_class_cells
+    }
+    tightness = {
+        cell: _max_tightness(result) for cell, result in results.items() if result.by_tightness
+    }
+    windows = range(num_windows)
+    best = max(overall, key=lambda cell: overall[cell](windows))
+    ratios = _ratios(plan, overall, every_class, tightness, best)
+    rate = plan.rate_at_load_1
+    return {
+        "max_rate_90": {c.name: _scaled(with_interval(v), rate) for c, v in overall.items()},
+        "max_load_90": {c.name: with_interval(v) for c, v in overall.items()},
+        "max_rate_90_every_class": {
+            c.name: _scaled(with_interval(v), rate) for c, v in every_class.items()
+        },
+        "min_slo_scale_90": {
+            c.name: [round(1 / x, 4) for x in with_interval(v)] for c, v in tightness.items()
+        },
+        "best": best.name,
+        **{name: with_interval(value) for name, value in ratios.items()},
+        "cells": {cell.name: _points(result) for cell, result in results.items()},
+        "objectives": {
+            name: {
+                "ttft_s": round(_objective_s(plan, name), 4),
+                "a800_solo_s": round(scale.a800_solo_s, 4),
+                "our_solo_s": round(scale.our_solo_s, 4),
+            }
+            for name, scale in plan.scales.items()
+        },
+        **_lags(results),
+    }
+
+
+def _max_load(result: CellResult, measure_of: Measure) -> Value:
+    """Highest load of a sample of windows."""
+
+    def value(indices: Sequence[int]) -> float:
+        curve = {
+            load: measure_of([outcomes[i] for i in indices])
+            for load, outcomes in result.by_load.items()
+        }
+        return crossing(curve, TARGET)
+
+    return value
+
+
+def _max_tightness(result: CellResult) -> Value:
+    return _max_load(CellResult(by_load=result.by_tightness), attainment)
+
+
+def _ratios(
+    plan: GoodputPlan,
+    overall: Mapping[Cell, Value],
+    every_class: Mapping[Cell, Value],
+    tightness: Mapping[Cell, Value],
+    best: Cell,
+) -> dict[str, Value]:
+    """Ratios of highest loads, window by window: those whose cells were measured."""
+    windows = range(len(plan.windows))
+    baseline, s_edf = Cell.parse(BASELINE), Cell("s-edf", "tile")
+    chunks = [c for c in overall if c.policy == best.policy and c.granularity.startswith("chunk")]
+    common = Cell(best.policy, common_chunk(plan.length_scale))
+    ratios = {
+        "ratio_to_fcfs": _ratio(overall, s_edf, baseline),
+        "ratio_to_fcfs_every_class": _ratio(every_class, s_edf, baseline),
+        "ratio_to_chunk_2048": _ratio(overall, best, common),
+    }
+    if chunks and best not in chunks:
+        best_chunk = max(chunks, key=lambda cell: overall[cell](windows))
+        ratios["ratio_to_own_best_chunk"] = _ratio(overall, best, best_chunk)
+    tight_chunks = [c for c in tightness if c.granularity.startswith("chunk")]
+    if s_edf in tightness and tight_chunks:
+        tightest = max(tight_chunks, key=lambda cell: tightness[cell](windows))
+        ratios["slo_scale_ratio_to_best_chunk"] = _ratio(tightness, tightest, s_edf)
+    return {name: ratio for name, ratio in ratios.items() if ratio}
+
+
+def _ratio(values: Mapping[Cell, Value], above: Cell, below: Cell) -> Value | None:
+    if above not in values or below not in values or above == below:
+        return None
+    return lambda indices: values[above](indices) / max(values[below](indices), 1e-9)
+
+
+def _points(result: CellResult) -> list[dict[str, Any]]:
+    """Everything measured of a cell, by load."""
+    return [_point(load, outcomes) for load, outcomes in sorted(result.by_load.items())]
+
+
+def _point(load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    ttfts: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, values in outcome.ttft_by_class.items():
+            ttfts.setdefault(name, []).extend(values)
+    everyone = [ttft for values in ttfts.values() for ttft in values]
+    num_requests = sum(o.num_requests for o in outcomes)
+    return {
+        "load": load,
+        "attainment": round(attainment(outcomes), 4),
+        "attainment_by_class": {
+            name: round(
+                sum(o.on_time_by_class.get(name, 0) for o in outcomes) / len(ttfts[name]), 4
+            )
+            for name in sorted(ttfts)
+        },
+        "ttft_s": _percentiles(everyone),
+        "ttft_s_by_class": {name: _percentiles(ttfts[name]) for name in sorted(ttfts)},
+        "tbt_s": _percentiles([gap for o in outcomes for gap in o.gaps_s]),
+        "blocking_ms": _percentiles([1000 * s for o in outcomes for s in o.blocking_s]),
+        "preemptions_per_request": round(
+            sum(o.num_preemptions for o in outcomes) / num_requests, 3
+        ),
+        "decisions_per_request": round(sum(o.num_decisions for o in outcomes) / num_requests, 3),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{q}": round(percentile(values, q), 4) for q in (50, 90, 99)}
+
+
+def _lags(results: Results) -> dict[str, Any]:
+    """How late requests were sent, over everything: if too late, nothing here counts."""
+    lags = [
+        lag
+        for result in results.values()
+        for outcomes in (*result.by_load.values(), *result.by_tightness.values())
+        for outcome in outcomes
+        for lag in outcome.send_lags_s
+    ]
+    p99_s = percentile(lags, 99)
+    return {"send_lag_p99_ms": round(1000 * p99_s, 3), "void": p99_s > MAX_SEND_LAG_S}
+
+
+def _objective_s(plan: GoodputPlan, name: str) -> float:
+    """TTFT objective of the class's first request; those of a class are alike, or in proportion to
+    their lengths."""
+    goals = (goal for window in plan.windows for goal in window.objectives)
+    return next((goal.ttft_s for goal in goals if goal.name == name), 0.0)
+
+
+def _scaled(values: Sequence[float], factor: float) -> list[float]:
+    return [round(value * factor, 3) for value in values]
+
+
+def make_tables(plan: GoodputPlan, result: Mapping[str, Any]) -> list[Table]:
+    """One of the highest loads, one of what was measured at each load."""
+    from rich.table import Table
+
+    highest = Table(title="Highest load with 90% on time [95% interval]; requests/s in brackets")
+    highest.add_column("policy/granularity")
+    headings = ("all requests", "every class", f"tightest objectives at load {SCALE_LOAD:g}")
+    for heading in headings:
+        highest.add_column(heading, justify="right")
+    for name, load in result["max_load_90"].items():
+        every_class = result["max_rate_90_every_class"].get(name)
+        scale = result["min_slo_scale_90"].get(name)
+        highest.add_row(
+            name,
+            f"{_interval(load)} ({result['max_rate_90'][name][0]:.1f}/s)",
+            _interval([v / plan.rate_at_load_1 for v in every_class]) if every_class else "",
+            _interval(scale) if scale else "",
+        )
+    points = Table(title="At each load: on time, and TTFT in seconds")
+    for heading in ("policy/granularity", "load", "on time", "by class", "p50", "p99", "preempted"):
+        points.add_column(heading)
+    for name, rows in result["cells"].items():
+        for row in rows:
+            by_class = " ".join(f"{k} {v:.2f}" for k, v in row["attainment_by_class"].items())
+            points.add_row(
+                name,
+                f"{row['load']:.3g}",
+                f"{row['attainment']:.3f}",
+                by_class,
+                f"{row['ttft_s']['p50']:.3f}",
+                f"{row['ttft_s']['p99']:.3f}",
+                f"{row['preemptions_per_request']:.2f}",
+            )
+    return [highest, points]
+
+
+def _interval(values: Sequence[float]) -> str:
+    middle, low, high = values
+    return f"{middle:.2f} [{min(low, high):.2f}, {max(low, high):.2f}]"

@@ -1,0 +1,1 @@
+"""Replay of traces: what is sent when, and what came of it."""

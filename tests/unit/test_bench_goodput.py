@@ -1,0 +1,183 @@
+"""`bench goodput`: where it measures, what it concludes, and a small run on a real engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowprefill.bench.crossing import (
+    MAX_LOAD,
+    MIN_LOAD,
+    STEP,
+    bootstrap,
+    crossing,
+    next_load,
+    snap,
+)
+from flowprefill.bench.goodput_runs import (
+    Cell,
+    Outcome,
+    OutcomeStore,
+    Point,
+    Window,
+    attainment,
+    check_same_knobs,
+    with_cell,
+    worst_class_attainment,
+)
+from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
+from flowprefill.bench.report import BenchmarkError
+from flowprefill.config import EngineConfig
+from flowprefill.workload import Objective, TraceRequest
+
+TARGET = 0.9
+
+
+class TestCrossing:
+    @given(st.floats(0.03, 15.0), st.floats(0.03, 15.0))
+    def test_the_walk_ends_with_neighbours_around_the_crossing(
+        self, true_load: float, guess: float
+    ) -> None:
+        curve: dict[float, float] = {}
+        while (load := next_load(curve, snap(guess), TARGET)) is not None:
+            assert load not in curve
+            curve[load] = 1.0 if load <= true_load else 0.5
+        met = max(load for load, value in curve.items() if value >= TARGET)
+        missed = min(load for load, value in curve.items() if value < TARGET)
+        assert met <= true_load < missed
+        assert missed / met == pytest.approx(STEP, rel=1e-4)
+
+    @pytest.mark.parametrize("value", [0.0, 1.0])
+    def test_the_walk_ends_where_the_target_is_always_or_never_met(self, value: float) -> None:
+        curve: dict[float, float] = {}
+        while (load := next_load(curve, snap(1.0), TARGET)) is not None:
+            curve[load] = value
+        assert len(curve) < 100
+        end = max(curve) if value else min(curve)
+        assert end == pytest.approx(MAX_LOAD if value else MIN_LOAD, rel=0.1)
+
+    def test_what_is_known_is_not_measured_again(self) -> None:
+        known = {snap(STEP**k): 1.0 if k < 3 else 0.5 for k in range(6)}
+        assert next_load(known, snap(1.0), TARGET) is None
+        assert next_load(known, snap(STEP**5), TARGET) is None
+
+    def test_between_two_loads_it_is_linear_in_the_logarithm(self) -> None:
+        assert crossing({1.0: 0.95, 2.0: 0.85}, TARGET) == pytest.approx(2**0.5)
+        assert crossing({1.0: 0.9, 2.0: 0.5}, TARGET) == 1.0
+        assert crossing({1.0: 1.0, 2.0: 0.9}, TARGET) == 2.0
+
+    def test_luck_beyond_the_first_miss_does_not_count(self) -> None:
+        assert crossing({1.0: 0.95, 2.0: 0.85, 4.0: 0.99}, TARGET) < 2.0
+
+    def test_a_target_missed_at_the_lowest_load_is_no_load(self) -> None:
+        assert crossing({1.0: 0.8, 2.0: 0.7}, TARGET) == 0.0
+
+    def test_bootstrap_covers_the_mean_and_shrinks_with_more_windows(self) -> None:
+        rng = random.Random(1)
+        widths = []
+        for num_windows in (10, 160):
+            values = [rng.gauss(5.0, 1.0) for _ in range(num_windows)]
+
+            def mean_of(indices: Sequence[int], values: list[float] = values) -> float:
+                return sum(values[i] for i in indices) / len(indices)
+
+            low, high = bootstrap(mean_of, num_windows, seed=0)
+            assert low < mean_of(range(num_windows)) < high
+            widths.append(high - low)
+        assert widths[1] < widths[0] / 2
+        assert bootstrap(lambda indices: 3.0, 10, seed=0) == (3.0, 3.0)
+
+
+class TestObjectives:
+    TRACE = (
+        TraceRequest(0.0, "text", 700, 10),
+        TraceRequest(1.0, "text", 900, 10),
+        TraceRequest(2.0, "file", 8000, 10),
+    )
+
+    def test_each_keeps_the_papers_ratio_to_the_solo_time(self) -> None:
+        scales = class_scales(self.TRACE, 0.125, our_solo_s=lambda tokens: tokens / 1000)
+        assert {name: scale.median_tokens for name, scale in scales.items()} == {
+            "file": 8000,
+            "text": 700,
+        }
+        assert scales["file"].our_solo_s == 1.0
+        text, _, file = scaled_objectives(self.TRACE, scales)
+        assert text.ttft_s / scales["text"].our_solo_s == pytest.approx(
+            0.25 / scales["text"].a800_solo_s
+        )
+        assert file.ttft_s == pytest.approx(6.0 / scales["file"].a800_solo_s)
+        assert (text.name, text.tbt_s) == ("text", 0.1)
+
+    def test_a_scale_is_for_all(self) -> None:
+        scales = {"text": ClassScale(700, 0.1, 0.2), "file": ClassScale(8000, 1.0, 1.0)}
+        goals = scaled_objectives(self.TRACE, scales, slo_scale=0.5)
+        assert [goal.ttft_s for goal in goals] == pytest.approx([0.25, 0.25, 3.0])
+
+
+def outcome(**on_time: tuple[int, int]) -> Outcome:
+    """class=(on time, requests)"""
+    return Outcome(
+        num_by_class={name: total for name, (_, total) in on_time.items()},
+        on_time_by_class={name: count for name, (count, _) in on_time.items()},
+    )
+
+
+class TestOutcomes:
+    def test_attainment_is_of_all_windows_together(self) -> None:
+        windows = [outcome(text=(9, 10), file=(1, 2)), outcome(text=(30, 30))]
+        assert attainment(windows) == 40 / 42
+        assert worst_class_attainment(windows) == 0.5
+
+    def test_a_window_at_a_load_keeps_its_requests(self) -> None:
+        requests = [TraceRequest(t, "text", 10, 1) for t in (0.0, 2.0, 3.0)]
+        window = Window(requests, [Objective("text", 1.0, 0.1)] * 3)
+        scaled, goals = window.at(2.0, slo_scale=0.5)
+        assert [r.arrival_s for r in scaled] == [0.0, 1.0, 1.5]
+        assert [g.ttft_s for g in goals] == [0.5] * 3
+
+    def test_the_store_gives_back_what_was_measured(self, tmp_path: Path) -> None:
+        path = tmp_path / "deep" / "records.jsonl"
+        point = Point(Cell("s-edf", "tile"), 1.1, 0.5)
+        measured = Outcome({"text": 2}, {"text": 1}, {"text": [0.1, float("inf")]}, [0.01], [0.001])
+        OutcomeStore(path, "key").add(point, [measured])
+        assert OutcomeStore(path, "key").outcomes == {point: [measured]}
+        with pytest.raises(BenchmarkError, match="another configuration"):
+            OutcomeStore(path, "other")
+        assert OutcomeStore(None, "key").outcomes == {}
+
+
+class TestKnobs:
+    CONFIG = EngineConfig(model="m")
+
+    def test_cells_differ_in_policy_and_granularity_alone(self) -> None:
+        cells = [Cell.parse(name) for name in ("fcfs/whole", "s-edf/tile", "goodput/chunk:64")]
+        configs = [with_cell(self.CONFIG, cell) for cell in cells]
+        assert [(c.policy, c.granularity) for c in configs] == [
+            ("fcfs", "whole"),
+            ("s-edf", "tile"),
+            ("goodput", "chunk:64"),
+        ]
+        check_same_knobs(configs)
+
+    @pytest.mark.parametrize(
+        "knob", [{"max_slice_ms": 2.0}, {"starvation_share": 0.2}, {"max_num_seqs": 4}]
+    )
+    def test_any_other_difference_is_refused_by_name(self, knob: dict[str, float]) -> None:
+        other = dataclasses.replace(self.CONFIG, **knob)
+        with pytest.raises(BenchmarkError, match=next(iter(knob))):
+            check_same_knobs([self.CONFIG, other])
+
+
+def test_outcomes_survive_json(tmp_path: Path) -> None:
+    """TTFTs of requests that never got a token are infinite."""
+    path = tmp_path / "r.jsonl"
+    OutcomeStore(path, "k").add(Point(Cell("a", "b"), 1.0), [Outcome()])
+    assert json.loads(path.read_text().splitlines()[0]) == {"key": "k"}
