@@ -1,46 +1,31 @@
 """Workloads: requests of a trace, and what may be done to them before they are replayed. No torch.
 
-A trace file is a CSV with the columns of `COLUMNS`, sorted by arrival; where prompts share
-prefixes, `<name>_hashes.csv.gz` beside it names the prefix blocks of each row. Knows neither engine
-nor model.
+Knows neither engine nor model. Files are read by flowprefill.traces.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from flowprefill.errors import FlowPrefillError
+from flowprefill.traces.files import read_trace
+from flowprefill.traces.request import PREFIX_BLOCK_TOKENS, TraceError, TraceRequest
 
-COLUMNS = ("arrival_s", "type", "input_tokens", "output_tokens")
-PREFIX_BLOCK_TOKENS = 512
-"""Prompt tokens that one prefix hash stands for."""
-
-
-class TraceError(FlowPrefillError):
-    """A trace that cannot be read or is too short; the message names file and line."""
-
-    code = "INVALID_ARG"
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace."""
-
-    arrival_s: float
-    """Seconds from the start of the trace."""
-    type: str
-    """The service or kind of request, as the trace names it."""
-    input_tokens: int
-    output_tokens: int
-    prefix_hashes: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of PREFIX_BLOCK_TOKENS, the last one partial; two prompts with the
-    same id at the same place are equal up to the end of that block. Empty: nothing is known."""
+__all__ = [
+    "PREFIX_BLOCK_TOKENS",
+    "Objective",
+    "TraceError",
+    "TraceRequest",
+    "clip_lengths",
+    "objective",
+    "read_trace",
+    "scale_lengths",
+    "scale_rate",
+    "spread_ticks",
+    "window",
+]
 
 
 @dataclass(frozen=True)
@@ -88,56 +73,6 @@ def _objective_by_length(num_tokens: int) -> Objective:
         if num_tokens <= limit:
             return found
     return Objective("document", DOCUMENT_S_PER_TOKEN * num_tokens, 0.2)
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    """Read a trace CSV, and the file of prefix hashes beside it if there is one.
-
-    Raises TraceError naming file and line for anything that is not such a trace.
-    """
-    if not path.is_file():
-        raise TraceError(f"{path}: no such trace")
-    hashes = _read_hashes(path.with_name(f"{path.stem}_hashes.csv.gz"))
-    requests: list[TraceRequest] = []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if tuple(rows.fieldnames or ()) != COLUMNS:
-                raise TraceError(f"{path}: the first line must be {','.join(COLUMNS)}")
-            for index, row in enumerate(rows):
-                requests.append(_parse_row(row, hashes.get(index, ())))
-    except (ValueError, TypeError, csv.Error) as error:
-        raise TraceError(f"{path}:{len(requests) + 2}: {error}") from error
-    if any(a.arrival_s > b.arrival_s for a, b in itertools.pairwise(requests)):
-        raise TraceError(f"{path}: rows must be sorted by arrival_s")
-    return requests
-
-
-def _parse_row(row: dict[str, str], prefix_hashes: tuple[int, ...]) -> TraceRequest:
-    arrival_s = float(row["arrival_s"])
-    input_tokens, output_tokens = int(row["input_tokens"]), int(row["output_tokens"])
-    if not 0 <= arrival_s < math.inf:
-        raise ValueError(f"arrival_s={arrival_s}: must be finite and >= 0")
-    if input_tokens <= 0 or output_tokens <= 0:
-        raise ValueError(f"tokens={input_tokens},{output_tokens}: must be > 0")
-    num_blocks = -(-input_tokens // PREFIX_BLOCK_TOKENS)
-    if prefix_hashes and len(prefix_hashes) != num_blocks:
-        raise ValueError(f"{len(prefix_hashes)} prefix hashes for {num_blocks} blocks")
-    return TraceRequest(arrival_s, row["type"], input_tokens, output_tokens, prefix_hashes)
-
-
-def _read_hashes(path: Path) -> dict[int, tuple[int, ...]]:
-    """Prefix hashes by row of the trace; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
-            return {
-                int(row["row"]): tuple(map(int, row["prefix_hash"].split()))
-                for row in csv.DictReader(file)
-            }
-    except (OSError, EOFError, ValueError, KeyError, csv.Error) as error:
-        raise TraceError(f"{path}: not a file of prefix hashes: {error!r}") from error
 
 
 def window(requests: Sequence[TraceRequest], start: int, num_requests: int) -> list[TraceRequest]:
@@ -188,7 +123,7 @@ def scale_lengths(requests: Sequence[TraceRequest], scale: float) -> list[TraceR
 
 def _with_scaled_lengths(request: TraceRequest, scale: float) -> TraceRequest:
     input_tokens = max(1, round(request.input_tokens * scale))
-    num_blocks = -(-input_tokens // PREFIX_BLOCK_TOKENS) if request.prefix_hashes else 0
+    num_blocks = -(-input_tokens // request.block_tokens) if request.prefix_hashes else 0
     # A new block is equal where the old block that holds its last token is. Several new ones may
     # come from one old one; they need names of their own.
     names_per_hash = math.ceil(scale) + 1
@@ -210,13 +145,12 @@ def clip_lengths(
     """Cut what is longer; a prompt keeps its beginning."""
     if max_input_tokens <= 0 or max_output_tokens <= 0:
         raise ValueError(f"clip to {max_input_tokens},{max_output_tokens} tokens: must be > 0")
-    max_blocks = -(-max_input_tokens // PREFIX_BLOCK_TOKENS)
     return [
         replace(
             r,
             input_tokens=min(r.input_tokens, max_input_tokens),
             output_tokens=min(r.output_tokens, max_output_tokens),
-            prefix_hashes=r.prefix_hashes[:max_blocks],
+            prefix_hashes=r.prefix_hashes[: -(-max_input_tokens // r.block_tokens)],
         )
         for r in requests
     ]

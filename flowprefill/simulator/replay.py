@@ -146,7 +146,7 @@ def arrival_of(req_id: int, request: TraceRequest, goal: Objective, block_tokens
         request.output_tokens,
         goal.ttft_s,
         goal.tbt_s,
-        prefix_keys=request.prefix_hashes[: request.input_tokens // block_tokens],
+        prefix_keys=request.hashes_of_blocks(block_tokens)[: request.input_tokens // block_tokens],
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from flowprefill.workload import (
     DOCUMENT_S_PER_TOKEN,
-    PREFIX_BLOCK_TOKENS,
     TraceError,
     TraceRequest,
     clip_lengths,
@@ -38,7 +37,7 @@ def write(directory: Path, rows: str, hashes: str | None = None) -> Path:
 def shared_tokens(a: TraceRequest, b: TraceRequest) -> int:
     """Length of the common prefix in whole blocks."""
     pairs = zip(a.prefix_hashes, b.prefix_hashes, strict=False)
-    return PREFIX_BLOCK_TOKENS * next(
+    return a.block_tokens * next(
         (i for i, (x, y) in enumerate(pairs) if x != y),
         min(len(a.prefix_hashes), len(b.prefix_hashes)),
     )
@@ -115,7 +114,7 @@ def test_other_columns_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     with pytest.raises(TraceError, match="no such trace"):
         read_trace(path)
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    path.write_text("time,tokens\n")
     with pytest.raises(TraceError, match="first line must be arrival_s,type"):
         read_trace(path)
 
@@ -173,17 +172,20 @@ def test_senseless_scales_are_refused(scale: float) -> None:
         scale_lengths([], scale)
 
 
+@pytest.mark.parametrize("block_tokens", [16, 512])
 @pytest.mark.parametrize("scale", [0.25, 0.3, 0.9, 1.0, 1.5, 3.0])
-def test_scaled_prompts_share_the_scaled_prefix(scale: float) -> None:
-    a = TraceRequest(0.0, "chat", 20 * 512, 100, tuple(range(20)))
-    b = TraceRequest(1.0, "chat", 16 * 512 - 7, 100, (*range(12), *range(100, 104)))
+def test_scaled_prompts_share_the_scaled_prefix(scale: float, block_tokens: int) -> None:
+    a = TraceRequest(0.0, "chat", 20 * block_tokens, 100, tuple(range(20)), block_tokens)
+    hashes_b = (*range(12), *range(100, 104))
+    b = TraceRequest(1.0, "chat", 16 * block_tokens - 7, 100, hashes_b, block_tokens)
     scaled_a, scaled_b = scale_lengths([a, b], scale)
     assert scaled_a.input_tokens == round(a.input_tokens * scale)
     for request in (scaled_a, scaled_b):
-        assert len(request.prefix_hashes) == -(-request.input_tokens // 512)
+        request.check()
+        assert request.block_tokens == block_tokens
         assert len(set(request.prefix_hashes)) == len(request.prefix_hashes)
     exact = scale * shared_tokens(a, b)
-    assert exact - 512 < shared_tokens(scaled_a, scaled_b) <= exact
+    assert exact - block_tokens < shared_tokens(scaled_a, scaled_b) <= exact
 
 
 def test_scaling_leaves_one_token_at_least() -> None:
@@ -199,6 +201,8 @@ def test_clipping_keeps_the_beginning_of_a_prompt() -> None:
     long, short = clip_lengths(requests, 1000, 50)
     assert (long.input_tokens, long.output_tokens, long.prefix_hashes) == (1000, 50, (1, 2))
     assert short == requests[1]
+    fine = TraceRequest(0.0, "text", 40, 9, (1, 2, 3), block_tokens=16)
+    assert clip_lengths([fine], 32, 50)[0].prefix_hashes == (1, 2)
     with pytest.raises(ValueError, match="must be > 0"):
         clip_lengths(requests, 0, 50)
 
