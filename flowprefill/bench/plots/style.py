@@ -1,0 +1,60 @@
+"""How all figures look: size, colours, one style per cell, legends beside the axes.
+
+Figures are made without pyplot: nothing global, no display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+SIZE = (8.0, 4.5)
+"""Inches; readable at 800 pixels."""
+DPI = 130
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+"""Okabe and Ito: told apart with any colour vision."""
+MARKERS = "osD^vPX*"
+DASHES = ("-", "--", "-.", ":")
+
+
+def new_figure(size: tuple[float, float] = SIZE) -> Figure:
+    """An empty figure; axes are placed so that no text is cut off."""
+    return Figure(figsize=size, layout="constrained")
+
+
+def cell_styles(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
+    """Line styles by cell: another colour and marker for each, so that they differ in grey too."""
+    return {
+        name: {
+            "color": PALETTE[index % len(PALETTE)],
+            "marker": MARKERS[index % len(MARKERS)],
+            "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+            "markersize": 4,
+            "linewidth": 1.5,
+        }
+        for index, name in enumerate(names)
+    }
+
+
+def legend_beside(figure: Figure, axes: Axes, title: str | None = None) -> None:
+    """The legend right of the axes, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", title=title, frameon=False)
+
+
+def log_axis(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 of each decade, written as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write it; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
