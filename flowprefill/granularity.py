@@ -5,6 +5,7 @@ A property of how a task is run, not of a policy: every policy works at every gr
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +42,13 @@ class Granularity:
         """Tokens that prompts may have together to be one pass: up to the device's saturation, and
         in chunks one chunk at most, since nobody can interrupt a pass of one."""
         return min(saturation_tokens, self.chunk_tokens or saturation_tokens)
+
+    def chunks(self, num_tokens: int, num_cached_tokens: int) -> list[tuple[int, int]]:
+        """The passes over a prompt in chunks, each (num_tokens, num_cached_tokens): cut at
+        multiples of chunk_tokens in the prompt, as in the native program."""
+        size, first = self.chunk_tokens, num_cached_tokens // self.chunk_tokens + 1
+        edges = [num_cached_tokens, *range(first * size, num_tokens, size), num_tokens]
+        return [(high, low) for low, high in itertools.pairwise(edges)]
 
     def __str__(self) -> str:
         return f"chunk:{self.chunk_tokens}" if self.kind == "chunk" else self.kind

@@ -1,39 +1,57 @@
-"""`flowprefill simulate`: traces on a simulated A800, every policy at every granularity.
+"""`flowprefill simulate`: traces on a simulated device, every policy at every granularity.
 
 With --table they are measured by the highest load that they can take (simulate_table.py); without,
-by one run at one load (simulate_runs.py).
+by one run at one load, on one replica (simulate_runs.py) or on many behind a router
+(simulate_cluster.py). --validate compares the simulator with the engine (simulate_validate.py).
 """
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowprefill.bench.options import JsonOut
+from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
 from flowprefill.bench.report import describe_run, print_json
 from flowprefill.config import POLICIES, EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
 
 if TYPE_CHECKING:
-    from flowprefill.bench.simulate_table import Plan
+    from flowprefill.bench.simulate_cluster import ClusterPlan
+    from flowprefill.bench.simulate_plan import Plan
+    from flowprefill.simulator.platform import Platform
 
 CHUNKS = tuple(f"chunk:{size}" for size in (256, 512, 1024, 2048, 4096, 8192))
 GRANULARITIES = ("whole", *CHUNKS, "layer", "op", "tile")
+CPU_LENGTH_DIVISOR = 8.0
+"""A CPU prefills the prompts of most traces at an eighth of their lengths in bearable time."""
 
 
 def run(
     trace: Annotated[list[Path], typer.Option(help="Trace CSV; repeat for several.")],
     table: Annotated[bool, typer.Option("--table", help="Compare by highest loads.")] = False,
+    validate: Annotated[
+        bool,
+        typer.Option("--validate", help="Compare with the engine on this machine, in real time."),
+    ] = False,
     policies: Annotated[
         str | None, typer.Option(help="Separated by commas; default s-edf, in a table all.")
     ] = None,
     granularities: Annotated[
         str | None, typer.Option(help="Separated by commas; default tile, in a table all.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of a run.")] = 1000,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Requests of a run; without --table a trace that has fewer is repeated. Default "
+            "1000, to validate 60.",
+        ),
+    ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of a cell, on windows spread over the trace.")
     ] = 10,
@@ -45,41 +63,121 @@ def run(
     ] = 1,
     load: Annotated[
         float,
-        typer.Option(min=0.001, help="Prefill seconds offered per second, each prompt alone."),
+        typer.Option(
+            min=0.001,
+            help="Prefill seconds offered per second and replica, each prompt alone.",
+        ),
     ] = 0.7,
+    loads: Annotated[str, typer.Option(help="Of --validate, separated by commas.")] = "0.4,0.7,1.0",
     slo_scale: Annotated[
         float, typer.Option(min=0.001, help="Times all objectives; without --table.")
     ] = 1.0,
+    device: Annotated[
+        str, typer.Option(help="A800, A100, H100, H200, or this-cpu, which is profiled.")
+    ] = "A800",
+    model: Annotated[
+        str,
+        typer.Option(help="Llama-3.1-8B, Qwen2.5-14B or Llama-3.1-70B, with its own objectives."),
+    ] = "Llama-3.1-8B",
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Devices of a replica; default: as the model needs.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas behind a router.")] = 1,
+    router: Annotated[
+        str, typer.Option(help="round-robin, least-load or slack-aware.")
+    ] = "least-load",
+    length_divisor: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Prompts are so many times shorter; 8 on this-cpu, else 1."),
+    ] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Replay traces on a simulated A800 with the real scheduler.
+    """Replay traces on a simulated device with the real scheduler.
 
     --load is fixed; a table searches the highest load, and uses the fixed one for the tightest
-    objectives and for mean TTFT.
+    objectives and for mean TTFT. --model-json is that of --device this-cpu.
     """
-    from flowprefill.bench import simulate_runs, simulate_table
+    from flowprefill.bench.simulate_cluster import ClusterPlan
+    from flowprefill.bench.simulate_plan import THIS_CPU, Plan, gpu_platform
+    from flowprefill.simulator.data_sheets import MODELS
 
-    plan = simulate_table.Plan(
+    all_loads = _loads(loads)
+    is_cpu = validate or device == THIS_CPU
+    config = EngineConfig(model=model, dtype="bfloat16")
+    if is_cpu:
+        config = load_config(model_json, None)
+    if validate:  # as model.json has them
+        policies, granularities = policies or config.policy, granularities or config.granularity
+    platform = _profile(config) if is_cpu else gpu_platform(device, model, tensor_parallel)
+    plan = Plan(
         traces=tuple(trace),
         policies=_split(policies, POLICIES if table else ("s-edf",)),
         granularities=_split(granularities, GRANULARITIES if table else ("tile",)),
         num_seeds=seeds if table else 1,
-        num_requests=requests,
+        num_requests=requests or (60 if validate else 1000),
         error=error,
         max_output_tokens=output_tokens,
         load=load,
+        platform=platform,
+        model=None if is_cpu else MODELS[model],
+        length_scale=1 / (length_divisor or (CPU_LENGTH_DIVISOR if is_cpu else 1.0)),
     )
-    _check(plan)
-    results = simulate_table.run(plan) if table else simulate_runs.run(plan, slo_scale)
-    print_json({**results, "run": _describe(plan)}, json_out)
+    cluster = ClusterPlan(replicas, router)
+    _check(plan, table, cluster)
+    started_s = time.perf_counter()
+    if validate:
+        from flowprefill.bench import simulate_validate
+
+        results = simulate_validate.run(plan, config, all_loads, seed)
+    else:
+        results = _simulate(plan, table, cluster, slo_scale)
+    counts = {
+        "num_requests": plan.num_requests,
+        "wall_s": round(time.perf_counter() - started_s, 3),
+    }
+    print_json({**results, **counts, "run": _describe(plan, config)}, json_out)
+
+
+def _simulate(plan: Plan, table: bool, cluster: ClusterPlan, slo_scale: float) -> dict[str, Any]:
+    from flowprefill.bench import simulate_cluster, simulate_runs, simulate_table
+    from flowprefill.workload import read_trace
+
+    if table:
+        return simulate_table.run(plan)
+    shortest = min(len(read_trace(path)) for path in plan.traces)
+    if cluster.num_replicas > 1 or plan.num_requests > shortest:
+        return simulate_cluster.run(plan, cluster, slo_scale)
+    return simulate_runs.run(plan, slo_scale)
+
+
+def _profile(config: EngineConfig) -> Platform:
+    """This machine with the model that `config` names."""
+    from flowprefill.bench.progress import bench_progress
+    from flowprefill.bench.this_cpu import this_cpu
+
+    with bench_progress(1) as progress:
+        return this_cpu(config, progress.show_loading)
 
 
 def _split(names: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names.split(",")) if names else default
 
 
-def _check(plan: Plan) -> None:
-    """Refuse what would fail later, in another process."""
+def _loads(text: str) -> list[float]:
+    try:
+        loads = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--loads {text}: must be numbers separated by commas") from error
+    if not all(0 < load < math.inf for load in loads):
+        raise ConfigError(f"--loads {text}: must be finite and > 0")
+    return loads
+
+
+def _check(plan: Plan, table: bool, cluster: ClusterPlan) -> None:
+    """Refuse what would fail later, perhaps in another process."""
+    from flowprefill.simulator.router import ROUTERS
     from flowprefill.workload import read_trace, window
 
     for name in plan.policies:
@@ -87,26 +185,29 @@ def _check(plan: Plan) -> None:
             raise ConfigError(f"policy {name!r}: must be one of {', '.join(POLICIES)}")
     for kind in plan.granularities:
         Granularity.parse(kind)
+    if cluster.router not in ROUTERS:
+        raise ConfigError(f"--router {cluster.router}: must be one of {', '.join(ROUTERS)}")
+    if table and cluster.num_replicas > 1:
+        raise ConfigError("--table compares single replicas: leave --replicas out")
     for path in plan.traces:
-        window(read_trace(path), 0, plan.num_requests)
+        trace = read_trace(path)
+        window(trace, 0, plan.num_requests if table else min(plan.num_requests, len(trace)))
     names = [path.stem for path in plan.traces]
     if len(set(names)) < len(names):
         raise ConfigError(f"traces {', '.join(names)}: a name is given twice")
 
 
-def _describe(plan: Plan) -> dict[str, Any]:
-    from flowprefill.simulator.replay import MAX_NUM_SEQS
-    from flowprefill.simulator.roofline import A800
-
-    facts = describe_run(EngineConfig(model="Llama-3.1-8B", dtype="bfloat16"), seed=0)
+def _describe(plan: Plan, config: EngineConfig) -> dict[str, Any]:
+    platform, cell = plan.platform, Granularity.parse(plan.granularities[0])
     return {
-        **facts,
-        "device": f"{A800.name}, simulated",
+        **describe_run(config, seed=0),
+        "device": f"{platform.device_name}, simulated",
         "traces": [path.name for path in plan.traces],
         "requests": plan.num_requests,
         "seeds": plan.num_seeds,
         "error": plan.error,
         "output_tokens": plan.max_output_tokens,
         "load": plan.load,
-        "max_num_seqs": MAX_NUM_SEQS,
+        "length_scale": plan.length_scale,
+        "max_num_seqs": platform.options(cell).max_num_seqs,
     }

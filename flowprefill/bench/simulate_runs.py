@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
-from flowprefill.bench.simulate_table import Plan, take_window
+from flowprefill.bench.simulate_plan import Plan, take_window
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
 from flowprefill.simulator.replay import Replay, Setup, at_load
@@ -22,14 +23,19 @@ def run(plan: Plan, slo_scale: float) -> dict[str, Any]:
 
     runs = []
     for path in plan.traces:
-        requests = at_load(take_window(plan, path, 0), plan.load)
+        found = take_window(plan, path, 0)
+        requests = at_load(found.requests, plan.load, plan.platform)
         for policy in plan.policies:
             for kind in plan.granularities:
-                setup = Setup(policy, Granularity.parse(kind), plan.error)
-                replay = Replay(requests, setup, slo_scale).run_all()
+                setup = Setup(policy, Granularity.parse(kind), plan.error, 0, plan.platform)
+                started_s = time.perf_counter()
+                replay = Replay(requests, setup, slo_scale, objectives=found.objectives).run_all()
                 names = {"trace": path.stem, "policy": policy, "granularity": kind}
-                runs.append({**names, "slo_scale": slo_scale, **describe_replay(replay)})
-    Console(width=160).print(_runs_table(runs, plan.load))
+                figures = {"slo_scale": slo_scale, **describe_replay(replay)}
+                wall_s = round(time.perf_counter() - started_s, 3)
+                counts = {"num_requests": len(requests), "wall_s": wall_s}
+                runs.append({**names, **figures, **counts})
+    Console(width=160).print(runs_table(runs, plan.load))
     return {"runs": runs}
 
 
@@ -60,7 +66,8 @@ def describe_replay(replay: Replay) -> dict[str, Any]:
     }
 
 
-def _runs_table(runs: list[dict[str, Any]], load: float) -> Table:
+def runs_table(runs: list[dict[str, Any]], load: float) -> Table:
+    """Who was on time, and how often the scheduler acted."""
     from rich.table import Table
 
     table = Table(title=f"load {load:g}: share on time, TTFT in seconds")

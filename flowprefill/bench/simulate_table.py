@@ -11,18 +11,17 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowprefill.bench.simulate_plan import Cell, Plan, take_window
+from flowprefill.bench.simulate_rates import rates_and_ratios
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.measures import Measures, measure
 from flowprefill.simulator.replay import Setup
-from flowprefill.workload import TraceRequest, clip_lengths, read_trace, window
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,40 +34,6 @@ MEASURES = {
 }
 _IS_LESS_BETTER = {"min_slo_scale_90", "mean_ttft_s"}
 _NUM_RESAMPLES = 10_000
-_NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is compared on what."""
-
-    traces: tuple[Path, ...]
-    policies: tuple[str, ...]
-    granularities: tuple[str, ...]
-    num_seeds: int
-    num_requests: int
-    error: float
-    max_output_tokens: int
-    load: float
-
-    def cells(self) -> list[Cell]:
-        return [
-            Cell(path, seed, policy, kind)
-            for path in self.traces
-            for seed in range(self.num_seeds)
-            for kind in self.granularities
-            for policy in self.policies
-        ]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One policy at one granularity on one window."""
-
-    trace: Path
-    seed: int
-    policy: str
-    granularity: str
 
 
 Samples = dict[Cell, Measures]
@@ -77,7 +42,7 @@ Samples = dict[Cell, Measures]
 def run(plan: Plan) -> dict[str, Any]:
     """Measure all cells on all cores, print the tables, return the JSON object."""
     samples = measure_table(plan, num_processes=len(os.sched_getaffinity(0)))
-    results = summarise(plan, samples)
+    results = {**summarise(plan, samples), **rates_and_ratios(plan, samples)}
     print_tables(plan, results)
     return results
 
@@ -108,18 +73,10 @@ def measure_table(plan: Plan, num_processes: int) -> Samples:
 
 def measure_cell(plan: Plan, cell: Cell) -> Measures:
     """Runs in a process of its own."""
-    setup = Setup(cell.policy, Granularity.parse(cell.granularity), plan.error, cell.seed)
-    return measure(take_window(plan, cell.trace, cell.seed), setup, plan.load)
-
-
-@lru_cache(maxsize=4)
-def take_window(plan: Plan, path: Path, seed: int) -> list[TraceRequest]:
-    """Windows start at even distances from the trace's beginning to its end."""
-    trace = read_trace(path)
-    last_start = len(trace) - plan.num_requests
-    start = seed * last_start // max(plan.num_seeds - 1, 1)
-    requests = window(trace, start, plan.num_requests)
-    return clip_lengths(requests, _NO_LIMIT, plan.max_output_tokens)
+    granularity = Granularity.parse(cell.granularity)
+    setup = Setup(cell.policy, granularity, plan.error, cell.seed, plan.platform)
+    found = take_window(plan, cell.trace, cell.seed)
+    return measure(found.requests, setup, plan.load, found.objectives)
 
 
 # ---- results ----------------------------------------------------------------------------------

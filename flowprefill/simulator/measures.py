@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowprefill.simulator.replay import Replay, Setup, Target, at_load
-from flowprefill.workload import TraceRequest
+from flowprefill.workload import Objective, TraceRequest
 
 GRID_STEP = 1.02
 LOADS = tuple(0.05 * GRID_STEP**i for i in range(256))
@@ -35,26 +35,35 @@ class Measures:
     """By SLO class, at the fixed load."""
 
 
-def measure(requests: Sequence[TraceRequest], setup: Setup, load: float) -> Measures:
+Objectives = Sequence[Objective] | None
+"""Of each request; None = workload.objective."""
+
+
+def measure(
+    requests: Sequence[TraceRequest], setup: Setup, load: float, objectives: Objectives = None
+) -> Measures:
     """load: the fixed one."""
-    max_load, max_load_every_class = max_loads(requests, setup)
-    fixed = at_load(requests, load)
-    replay = Replay(fixed, setup).run_all()
+    max_load, max_load_every_class = max_loads(requests, setup, objectives)
+    fixed = at_load(requests, load, setup.platform)
+    replay = Replay(fixed, setup, objectives=objectives).run_all()
     return Measures(
         max_load_90=max_load,
         max_load_90_every_class=max_load_every_class,
-        min_slo_scale_90=min_slo_scale(fixed, setup),
+        min_slo_scale_90=min_slo_scale(fixed, setup, objectives),
         mean_ttft_s=replay.mean_ttft_s,
         attainment=replay.attainment_by_class,
     )
 
 
-def max_loads(requests: Sequence[TraceRequest], setup: Setup) -> tuple[float, float]:
+def max_loads(
+    requests: Sequence[TraceRequest], setup: Setup, objectives: Objectives = None
+) -> tuple[float, float]:
     """Highest loads with 90% on time: of all requests, and of every class."""
     reached_in_every_class: dict[int, bool] = {}
 
     def reaches(index: int, target: Target) -> bool:
-        replay = Replay(at_load(requests, LOADS[index]), setup, target=target).run_all()
+        loaded = at_load(requests, LOADS[index], setup.platform)
+        replay = Replay(loaded, setup, target=target, objectives=objectives).run_all()
         reached_in_every_class[index] = replay.reaches(Target(every_class=True))
         return replay.reaches(target)
 
@@ -69,11 +78,13 @@ def max_loads(requests: Sequence[TraceRequest], setup: Setup) -> tuple[float, fl
     return _load(highest), _load(highest_every_class)
 
 
-def min_slo_scale(requests: Sequence[TraceRequest], setup: Setup) -> float:
+def min_slo_scale(
+    requests: Sequence[TraceRequest], setup: Setup, objectives: Objectives = None
+) -> float:
     """Smallest scale with 90% on time; the largest of the grid if there is none."""
 
     def misses(index: int) -> bool:
-        replay = Replay(requests, setup, SLO_SCALES[index], Target()).run_all()
+        replay = Replay(requests, setup, SLO_SCALES[index], Target(), objectives).run_all()
         return not replay.reaches(Target())
 
     last_missed = bisect_last(misses, len(SLO_SCALES) - 1)

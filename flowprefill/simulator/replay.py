@@ -1,26 +1,24 @@
-"""Replay: a trace through the simulator on a modelled device, and who was on time.
+"""Replay: a trace through the simulator on one modelled replica, and who was on time.
 
-The device is RooflineCost's Llama-3.1-8B on an A800. On time means the TTFT objective; token gaps
-are in the records.
+On time means the TTFT objective; token gaps are in the records.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 from flowprefill.granularity import Granularity
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.scheduler.events import Arrival, Decision, Event
 from flowprefill.scheduler.policy import POLICIES
-from flowprefill.scheduler.scheduler import Scheduler, SchedulerOptions
+from flowprefill.scheduler.scheduler import Scheduler
 from flowprefill.simulator.cost import NoisyPredictor
-from flowprefill.simulator.roofline import RooflineCost, num_kv_tokens
+from flowprefill.simulator.platform import MAX_NUM_SEQS, PAPER_PLATFORM, Platform
+from flowprefill.simulator.roofline import RooflineCost
 from flowprefill.simulator.simulator import RequestRecord, Simulator
 from flowprefill.workload import (
-    PREFIX_BLOCK_TOKENS,
     Objective,
     TraceError,
     TraceRequest,
@@ -29,19 +27,17 @@ from flowprefill.workload import (
     spread_ticks,
 )
 
-MAX_NUM_SEQS = 64
-"""Sequences of a decode step, and prompts of a packed prefill."""
+__all__ = ["MAX_NUM_SEQS", "Replay", "Setup", "Target", "at_load", "offered_load", "roofline"]
 
 
-@cache
 def roofline(granularity: Granularity) -> RooflineCost:
-    """One for all replays of a process: it remembers the prompts that it has seen."""
-    return RooflineCost(granularity)
+    """Of the paper's device and model."""
+    return PAPER_PLATFORM.cost(granularity)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared: how requests are ordered, where a prefill may be left."""
+    """What is compared: how requests are ordered, where a prefill may be left; and on what."""
 
     policy: str
     granularity: Granularity
@@ -49,6 +45,17 @@ class Setup:
     """Prefills are predicted wrong by up to this share."""
     seed: int = 0
     """Of the errors."""
+    platform: Platform = PAPER_PLATFORM
+
+    def predictor(self) -> NoisyPredictor:
+        """What the scheduler believes."""
+        return NoisyPredictor(self.platform.cost(self.granularity), self.error, self.seed)
+
+    def scheduler(self, predictor: NoisyPredictor) -> Scheduler:
+        """A new one, with a pool of its own."""
+        pool = BlockPool(self.platform.num_blocks, self.platform.block_tokens)
+        options = self.platform.options(self.granularity)
+        return Scheduler(POLICIES[self.policy], predictor, pool, options)
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Target:
 
 
 class Replay(Simulator):
-    """One run over a trace. KV blocks are as long as the trace's prefix blocks."""
+    """One run over a trace. KV blocks are as long as the prefix blocks of our trace files."""
 
     def __init__(
         self,
@@ -69,26 +76,27 @@ class Replay(Simulator):
         setup: Setup,
         slo_scale: float = 1.0,
         target: Target | None = None,
+        objectives: Sequence[Objective] | None = None,
     ) -> None:
-        cost = roofline(setup.granularity)
-        predictor = NoisyPredictor(cost, setup.error, setup.seed)
-        pool = BlockPool(num_kv_tokens() // PREFIX_BLOCK_TOKENS, PREFIX_BLOCK_TOKENS)
-        max_pack_tokens = setup.granularity.pack_tokens(cost.saturation_tokens)
-        options = SchedulerOptions(max_num_seqs=MAX_NUM_SEQS, max_pack_tokens=max_pack_tokens)
-        scheduler = Scheduler(POLICIES[setup.policy], predictor, pool, options)
-        super().__init__(scheduler, cost, predictor, setup.granularity)
+        """objectives: of each request; None = workload.objective. slo_scale: times all of them."""
+        predictor = setup.predictor()
+        cost = setup.platform.cost(setup.granularity)
+        super().__init__(setup.scheduler(predictor), cost, predictor, setup.granularity)
         self.num_by_class: Counter[str] = Counter()
         self._missed: Counter[str] = Counter()
         self._target = target
         self._deadlines: list[tuple[float, str, RequestRecord]] = []
         self._num_counted = 0  # of the deadlines
-        for req_id, request in enumerate(requests):
-            self._submit(req_id, request, slo_scale)
+        goals = objectives or [objective(request) for request in requests]
+        block_tokens = setup.platform.block_tokens
+        for req_id, (request, goal) in enumerate(zip(requests, goals, strict=True)):
+            self._submit(req_id, request, _scaled(goal, slo_scale), block_tokens)
         self._deadlines.sort(key=lambda item: item[0])
 
-    def _submit(self, req_id: int, request: TraceRequest, slo_scale: float) -> None:
-        goal = objective(request, slo_scale)
-        self.submit(arrival_of(req_id, request, goal, PREFIX_BLOCK_TOKENS))
+    def _submit(
+        self, req_id: int, request: TraceRequest, goal: Objective, block_tokens: int
+    ) -> None:
+        self.submit(arrival_of(req_id, request, goal, block_tokens))
         self.num_by_class[goal.name] += 1
         deadline_s = request.arrival_s + goal.ttft_s
         self._deadlines.append((deadline_s, goal.name, self.records[req_id]))
@@ -132,6 +140,13 @@ class Replay(Simulator):
             return self.attainment >= target.attainment
         return min(self.attainment_by_class.values()) >= target.attainment
 
+    def records_by_class(self) -> dict[str, list[RequestRecord]]:
+        """All requests, by SLO class."""
+        found: dict[str, list[RequestRecord]] = {name: [] for name in sorted(self.num_by_class)}
+        for _, name, record in self._deadlines:
+            found[name].append(record)
+        return found
+
     @property
     def mean_ttft_s(self) -> float:
         return sum(record.ttft_s for record in self.records.values()) / len(self.records)
@@ -150,12 +165,18 @@ def arrival_of(req_id: int, request: TraceRequest, goal: Objective, block_tokens
     )
 
 
-def offered_load(requests: Sequence[TraceRequest]) -> float:
+def _scaled(goal: Objective, scale: float) -> Objective:
+    if scale == 1.0:
+        return goal
+    return replace(goal, ttft_s=goal.ttft_s * scale, tbt_s=goal.tbt_s * scale)
+
+
+def offered_load(requests: Sequence[TraceRequest], platform: Platform = PAPER_PLATFORM) -> float:
     """Prefill seconds that arrive per second: each prompt alone, whole, nothing of it cached.
 
-    1 = the device would just be busy all the time. Raises TraceError if all arrive at once.
+    1 = the replica would just be busy all the time. Raises TraceError if all arrive at once.
     """
-    cost = roofline(Granularity("whole"))
+    cost = platform.cost(Granularity("whole"))
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     if span_s == 0:
         raise TraceError(f"{len(requests)} requests that arrive at once have no rate to scale")
@@ -163,7 +184,9 @@ def offered_load(requests: Sequence[TraceRequest]) -> float:
     return work_s / span_s
 
 
-def at_load(requests: Sequence[TraceRequest], load: float) -> list[TraceRequest]:
+def at_load(
+    requests: Sequence[TraceRequest], load: float, platform: Platform = PAPER_PLATFORM
+) -> list[TraceRequest]:
     """The requests at the rate that offers `load`; see offered_load. Recorded ticks are spread."""
     spread = spread_ticks(requests)
-    return scale_rate(spread, load / offered_load(spread))
+    return scale_rate(spread, load / offered_load(spread, platform))

@@ -10,8 +10,10 @@ and a launch gap:
   once. Attention works on blocks of 128 query rows and always fills the device, which flatters
   chunks.
 - The last layer runs for the last row of each prompt only, as in the native program.
+- Tensor parallel ranks add up their shares of the attention's and of the MLP's output, each with a
+  ring all-reduce behind the product, which nothing hides.
 
-Checks between slices and switches are free.
+Checks between slices and switches are free. Devices, models and efficiencies: data_sheets.py.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from functools import cached_property, lru_cache
 from flowprefill.granularity import Granularity
 from flowprefill.programs.family import ModelSpec
 from flowprefill.simulator.cost import LayerTimeline, PassTimeline, Prompts, Stretch, Timeline
+from flowprefill.simulator.data_sheets import A800, EFFICIENCY, LLAMA_3_1_8B, DeviceSheet, shard
 
 _TILE = 128
 _INNER_CUTS = (1, 2, 4, 8)
@@ -31,69 +34,22 @@ _BYTES = 2
 """Of an element, bf16."""
 _CACHED_TIMELINES = 1 << 13
 
-
-@dataclass(frozen=True)
-class DeviceSheet:
-    """What a device can do, and which share of it good kernels reach."""
-
-    name: str
-    flops: float
-    """Dense bf16, per second."""
-    bandwidth: float
-    """Bytes per second of device memory."""
-    memory_bytes: float
-    num_processors: int
-    """Streaming multiprocessors."""
-    product_efficiency: float
-    """Of a matrix product whose tiles fill every wave."""
-    attention_efficiency: float
-    bandwidth_efficiency: float
-    launch_s: float
-    """Gap between two operators that are launched ahead."""
-
-
-A800 = DeviceSheet(
-    name="A800-80GB",
-    flops=312e12,
-    bandwidth=2.039e12,
-    memory_bytes=80e9,
-    num_processors=108,
-    product_efficiency=0.62,
-    attention_efficiency=0.5,
-    bandwidth_efficiency=0.8,
-    launch_s=4e-6,
-)
-"""The arithmetic of an A100 SXM; a whole prefill of Llama-3.1-8B gets some 11,000 tokens/s."""
-
-LLAMA_3_1_8B = ModelSpec(
-    architecture="LlamaForCausalLM",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14_336,
-    vocab_size=128_256,
-    max_position_embeddings=131_072,
-    rms_norm_eps=1e-5,
-    rope_theta=500_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    qkv_bias=False,
-    qk_norm=False,
-    eos_token_ids=(128_001,),
-    bos_token_id=128_000,
-)
+_Slices = tuple[str, float, float]
+"""Slices of one operator: what it is called, seconds of all together, and of one."""
 
 
 @dataclass(frozen=True)
 class _Product:
     """A matrix product of one layer and the elementwise kernels before and after it."""
 
+    group: str
+    """What a timeline calls it."""
     num_inputs: int
     num_outputs: int
     row_bytes: int
     """Elementwise traffic of one row."""
+    is_partial: bool = False
+    """The ranks' outputs have to be added up."""
 
 
 class RooflineCost:
@@ -107,26 +63,30 @@ class RooflineCost:
         max_slice_s: float = 0.004,
         spec: ModelSpec = LLAMA_3_1_8B,
         device: DeviceSheet = A800,
+        tensor_parallel: int = 1,
     ) -> None:
-        """max_slice_s: longest slice aimed at, of granularity `tile`."""
+        """max_slice_s: longest slice aimed at, of granularity `tile`
+        spec: of the whole model; tensor_parallel: devices that share it, which all do the same
+        """
+        spec = shard(spec, tensor_parallel)
         self._granularity = granularity
         self._max_slice_s = max_slice_s
         self._spec = spec
         self._device = device
-        self._bytes_per_s = device.bandwidth * device.bandwidth_efficiency
-        self._tile_flops = (
-            2 * _TILE * device.num_processors
-        )  # of a wave, by unit of inner dimension
+        self._num_ranks = tensor_parallel
+        self._bytes_per_s = device.bandwidth * EFFICIENCY.bandwidth
         q, kv, hidden, inter = spec.q_size, spec.kv_size, spec.hidden_size, spec.intermediate_size
         # Norm with residual: two rows in, two out; rope: q, k, v in and out; silu: two in, one out.
         norm = 4 * hidden
-        self._qkv = _Product(hidden, q + 2 * kv, _BYTES * (norm + 2 * (q + 2 * kv)))
-        self._o_proj = _Product(q, hidden, 0)
-        self._gate_up = _Product(hidden, 2 * inter, _BYTES * (norm + 3 * inter))
-        self._down = _Product(inter, hidden, 0)
-        self._lm_head = _Product(hidden, spec.vocab_size, _BYTES * norm)
+        self._qkv = _Product("qkv", hidden, q + 2 * kv, _BYTES * (norm + 2 * (q + 2 * kv)))
+        self._o_proj = _Product("o_proj", q, hidden, 0, is_partial=True)
+        self._gate_up = _Product("gate_up", hidden, 2 * inter, _BYTES * (norm + 3 * inter))
+        self._down = _Product("down", inter, hidden, 0, is_partial=True)
+        self._layer_products = (self._qkv, self._o_proj, self._gate_up, self._down)
+        self._lm_head = _Product("lm_head", hidden, spec.vocab_size, _BYTES * norm)
         self._product_s = lru_cache(maxsize=None)(self._compute_product_s)
         self._tile_rows = lru_cache(maxsize=None)(self._compute_tile_rows)
+        self._least_row_s = lru_cache(maxsize=None)(self._compute_least_row_s)
         self._timeline = lru_cache(maxsize=_CACHED_TIMELINES)(self._compute_timeline)
 
     # ---- Predictor ----------------------------------------------------------------------------
@@ -160,21 +120,21 @@ class RooflineCost:
         attention_s = self._attention_s(num_seqs, num_context_tokens, num_context_tokens)
         products = (self._o_proj, self._gate_up, self._down)
         operators = [
-            self._product_s(self._qkv, num_seqs),
-            attention_s,
-            *(self._product_s(product, num_seqs) for product in products),
+            *self._slices(self._qkv, num_seqs, is_tile=False),
+            ("attention", attention_s, attention_s),
+            *(x for product in products for x in self._slices(product, num_seqs, is_tile=False)),
         ]
-        layer = _stretches([(s, s) for s in operators])
+        layer = _stretches(operators)
         head_s = self._product_s(self._lm_head, num_seqs)
-        return LayerTimeline(layer, self._spec.num_layers, [Stretch(head_s, head_s)])
+        return LayerTimeline(layer, self._spec.num_layers, [Stretch(head_s, head_s, "head")])
 
     def _compute_timeline(
         self, prompts: tuple[tuple[int, int], ...], granularity: Granularity
     ) -> Timeline:
         if granularity.kind == "chunk" and len(prompts) == 1:
-            chunks = _chunks(prompts[0], granularity.chunk_tokens)
+            chunks = granularity.chunks(*prompts[0])
             times = [self._pass_s([chunk], is_final=chunk is chunks[-1]) for chunk in chunks]
-            return PassTimeline(list(itertools.accumulate(times)))
+            return PassTimeline(list(itertools.accumulate(times)), group="chunk")
         if granularity.kind in ("whole", "chunk"):
             return PassTimeline([self._pass_s(prompts, is_final=True)])
         layer, last = self._layer(prompts, granularity), self._last_layer(prompts, granularity)
@@ -195,10 +155,10 @@ class RooflineCost:
             total_s = self._rows_s(rows) + attention_s
             return [Stretch(total_s, total_s)]
         is_tile = granularity.kind == "tile"
-        attention = self._attention_slices(attention_s) if is_tile else [(attention_s, attention_s)]
+        attention = ("attention", attention_s, attention_s)
         slices = [
             *self._slices(self._qkv, rows, is_tile),
-            *attention,
+            self._attention_slices(attention_s) if is_tile else attention,
             *self._slices(self._o_proj, rows, is_tile),
             *self._slices(self._gate_up, rows, is_tile),
             *self._slices(self._down, rows, is_tile),
@@ -213,26 +173,26 @@ class RooflineCost:
             total_s = self._product_s(self._qkv, rows) + head_s
             return [Stretch(total_s, total_s)]
         qkv = self._slices(self._qkv, rows, granularity.kind == "tile")
-        return _stretches([*qkv, (head_s, head_s)])
+        return _stretches([*qkv, ("head", head_s, head_s)])
 
-    def _slices(self, product: _Product, rows: int, is_tile: bool) -> list[tuple[float, float]]:
-        """(total, slice) seconds of an operator, the last slice of a tiled one apart."""
+    def _slices(self, product: _Product, rows: int, is_tile: bool) -> list[_Slices]:
+        """Slices of a product, the last one of a tiled one apart."""
         tile_rows = self._tile_rows(product) if is_tile else rows
         if rows <= tile_rows:
             total_s = self._product_s(product, rows)
-            return [(total_s, total_s)]
+            return [(product.group, total_s, total_s)]
         num_full, rest = divmod(rows, tile_rows)
         tile_s = self._product_s(product, tile_rows)
-        full = (num_full * tile_s, tile_s)
+        full = (product.group, num_full * tile_s, tile_s)
         if not rest:
             return [full]
         rest_s = self._product_s(product, rest)
-        return [full, (rest_s, rest_s)]
+        return [full, (product.group, rest_s, rest_s)]
 
-    def _attention_slices(self, total_s: float) -> list[tuple[float, float]]:
+    def _attention_slices(self, total_s: float) -> _Slices:
         num_slices = -int(-total_s // self._max_slice_s)
-        total_s += (num_slices - 1) * self._device.launch_s
-        return [(total_s, total_s / num_slices)]
+        total_s += (num_slices - 1) * EFFICIENCY.launch_s
+        return "attention", total_s, total_s / num_slices
 
     def _compute_tile_rows(self, product: _Product) -> int:
         """Rows of a tile: the multiple of 128 within max_slice_s that takes least time per row."""
@@ -246,13 +206,12 @@ class RooflineCost:
 
     def _rows_s(self, rows: int) -> float:
         """Seconds of a layer without its attention."""
-        products = (self._qkv, self._o_proj, self._gate_up, self._down)
-        return sum(self._product_s(product, rows) for product in products)
+        return sum(self._product_s(product, rows) for product in self._layer_products)
 
     def _compute_product_s(self, product: _Product, rows: int) -> float:
         device, tile_rows = self._device, _tile_rows_of(rows)
         tiles = -(-rows // tile_rows) * -(-product.num_outputs // _TILE)
-        peak = device.flops * device.product_efficiency
+        peak = device.flops * EFFICIENCY.product
         wave_s = 2 * tile_rows * _TILE * product.num_inputs * device.num_processors / peak
         outputs = rows * product.num_outputs
         arithmetic_s = min(
@@ -265,7 +224,15 @@ class RooflineCost:
         traffic = _BYTES * (weights + rows * product.num_inputs + outputs)
         elementwise_s = rows * product.row_bytes / self._bytes_per_s
         operator_s = max(arithmetic_s, traffic / self._bytes_per_s)
-        return operator_s + elementwise_s + device.launch_s
+        reduction_s = self._all_reduce_s(_BYTES * outputs) if product.is_partial else 0.0
+        return operator_s + elementwise_s + EFFICIENCY.launch_s + reduction_s
+
+    def _all_reduce_s(self, num_bytes: int) -> float:
+        """Sum over the ranks of so many bytes on each, by a ring."""
+        if self._num_ranks == 1:
+            return 0.0
+        sent = 2 * (self._num_ranks - 1) / self._num_ranks * num_bytes
+        return EFFICIENCY.all_reduce_s + sent / (self._device.link_bandwidth * EFFICIENCY.link)
 
     def _prompt_attention_s(self, prompt: tuple[int, int]) -> float:
         end, start = prompt
@@ -274,13 +241,16 @@ class RooflineCost:
 
     def _attention_s(self, rows: int, num_keys: int, pairs: int) -> float:
         """`rows` query rows over `num_keys` keys; `pairs` of them are not masked."""
-        device, spec = self._device, self._spec
         tile_rows = _tile_rows_of(rows)
         padded = -(-rows // tile_rows) * tile_rows
-        flops = 4 * spec.q_size * pairs * padded / rows
+        return self._dense_attention_s(rows, num_keys, pairs * padded / rows) + EFFICIENCY.launch_s
+
+    def _dense_attention_s(self, rows: int, num_keys: int, pairs: float) -> float:
+        """The same without launch, where only `pairs` are computed."""
+        spec = self._spec
         traffic = _BYTES * (2 * spec.kv_size * num_keys + 2 * spec.q_size * rows)
-        arithmetic_s = flops / (device.flops * device.attention_efficiency)
-        return max(arithmetic_s, traffic / self._bytes_per_s) + device.launch_s
+        arithmetic_s = 4 * spec.q_size * pairs / (self._device.flops * EFFICIENCY.attention)
+        return max(arithmetic_s, traffic / self._bytes_per_s)
 
     def _head_s(self, prompts: Prompts) -> float:
         """The last layer behind its keys and values, and the logits, for each prompt's last row."""
@@ -289,11 +259,40 @@ class RooflineCost:
         layer_s = self._rows_s(rows) + self._attention_s(rows, keys, keys)
         return layer_s + self._product_s(self._lm_head, rows)
 
+    # ---- a lower bound ------------------------------------------------------------------------
+
+    def least_prefill_s(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
+        """Device seconds that a prompt adds at least, alone or packed, at any granularity.
+
+        Its rows go through each product at the best rate of any pass that can hold them: of its
+        own rows, cut anywhere, or of packs of up to saturation_tokens. Attention is computed
+        without padding and reads keys and values once.
+        """
+        rows = num_tokens - num_cached_tokens
+        max_rows = max(rows, self.saturation_tokens)
+        row_s = sum(self._least_row_s(product, max_rows) for product in self._layer_products)
+        pairs = (num_tokens * (num_tokens + 1) - num_cached_tokens * (num_cached_tokens + 1)) // 2
+        attention_s = self._dense_attention_s(rows, num_tokens, pairs) + EFFICIENCY.launch_s
+        layer_s = rows * row_s + attention_s
+        last_layer_s = rows * self._least_row_s(self._qkv, max_rows)
+        head_s = row_s + self._least_row_s(self._lm_head, max_rows)
+        head_s += self._dense_attention_s(1, num_tokens, num_tokens)
+        return (self._spec.num_layers - 1) * layer_s + last_layer_s + head_s
+
+    def _compute_least_row_s(self, product: _Product, max_rows: int) -> float:
+        """Least seconds per row of passes of up to max_rows rows. Within a tile a product's time
+        grows by a constant per row or less: full tiles are best, but for the last one."""
+        counts = (16, 32, 64, *range(_TILE, max_rows + 1, _TILE), max_rows)
+        return float(min(self._product_s(product, rows) / rows for rows in counts))
+
 
 def num_kv_tokens(
     spec: ModelSpec = LLAMA_3_1_8B, device: DeviceSheet = A800, memory_share: float = 0.9
 ) -> int:
-    """Tokens whose keys and values fit beside the weights into that share of the memory."""
+    """Tokens whose keys and values fit beside the weights into that share of the memory.
+
+    spec: what the device holds, a rank's shard of the model
+    """
     q, kv, hidden = spec.q_size, spec.kv_size, spec.hidden_size
     layer = hidden * (2 * q + 2 * kv + 3 * spec.intermediate_size)
     weights = spec.num_layers * layer + 2 * spec.vocab_size * hidden
@@ -306,13 +305,6 @@ def _tile_rows_of(rows: int) -> int:
     return min(_TILE, max(16, 1 << (rows - 1).bit_length()))
 
 
-def _chunks(prompt: tuple[int, int], size: int) -> list[tuple[int, int]]:
-    """The passes over a prompt: (end, start) of each."""
-    end, start = prompt
-    edges = [start, *range((start // size + 1) * size, end, size), end]
-    return [(high, low) for low, high in itertools.pairwise(edges)]
-
-
-def _stretches(slices: Sequence[tuple[float, float]]) -> list[Stretch]:
-    ends_s = itertools.accumulate(total_s for total_s, _ in slices)
-    return [Stretch(end_s, s) for end_s, (_, s) in zip(ends_s, slices, strict=True)]
+def _stretches(slices: Sequence[_Slices]) -> list[Stretch]:
+    ends_s = itertools.accumulate(total_s for _, total_s, _ in slices)
+    return [Stretch(end_s, s, group) for end_s, (group, _, s) in zip(ends_s, slices, strict=True)]

@@ -3,6 +3,9 @@
 The loop is the engine's (engine.py): take in events, decide, run the decided task until it ends or
 is left. A task runs to its end or to the first boundary behind the next event in one step, so a
 simulation takes time per decision and per decode step, never per slice.
+
+The loop is a generator that stops wherever time passes, with the time at which it goes on unless an
+event comes before. So many simulators can share one clock (cluster.py), each woken at its times.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flowprefill.clock import VirtualClock
@@ -72,8 +75,8 @@ class Counters:
     evictions: int = 0
 
 
-@dataclass
-class _Work:
+@dataclass(slots=True)
+class Work:
     """A pass in progress."""
 
     req_ids: tuple[int, ...]
@@ -81,6 +84,12 @@ class _Work:
     elapsed_s: float = 0.0
     predicted_ratio: float = 1.0
     """Predicted over true device time."""
+    task_id: int | None = None
+    """Of a prefill; None: a decode step."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.elapsed_s == self.timeline.total_s
 
     @property
     def predicted_remaining_s(self) -> float:
@@ -114,8 +123,13 @@ class Simulator:
         self._order = itertools.count()
         self._happened: list[Event] = []  # what the last task's end or stop means to the scheduler
         self._decision = Decision(None)
-        self._prefills: dict[int, _Work] = {}  # started and unfinished, by task id
-        self._step: _Work | None = None  # left midway
+        self._prefills: dict[int, Work] = {}  # started and unfinished, by task id
+        self._step: Work | None = None  # left midway
+        self._has_mail = True  # since the loop last said when it goes on
+        self._loop = self._live()
+        self._wake_s = math.inf
+        self._until_s = math.inf
+        self._is_between_tasks = True
 
     @property
     def now_s(self) -> float:
@@ -132,12 +146,27 @@ class Simulator:
     def send(self, time_s: float, event: Event) -> None:
         """Put an event into the inbox at `time_s`, or now if that has passed."""
         heapq.heappush(self._inbox, (max(time_s, self.now_s), next(self._order), event))
+        self._has_mail = True
 
     def run(self, until_s: float = math.inf) -> None:
         """Go on until nothing happens before `until_s`, or until the first boundary behind it."""
-        while not self.is_stopped and self.now_s < until_s and self._wait(until_s):
-            self._decide()
-            self._happened = self._run_task()
+        self._until_s = until_s
+        while not self.is_stopped:
+            wake_s = self.wake_s
+            if self._is_between_tasks and wake_s >= until_s:
+                return
+            self.wake()
+
+    @property
+    def wake_s(self) -> float:
+        """When something happens next unless an event is sent; infinite if nothing will."""
+        if self._has_mail:
+            self._wake_s = next(self._loop)
+        return self._wake_s
+
+    def wake(self) -> None:
+        """It is wake_s, which was not infinite: go on."""
+        self._wake_s = next(self._loop)
 
     def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
         """Called behind each decision."""
@@ -145,16 +174,31 @@ class Simulator:
     def on_token(self, record: RequestRecord) -> None:
         """Called when a request has its next token."""
 
+    def on_run(self, work: Work, from_s: float) -> None:
+        """Called when a pass has run from `from_s` to its elapsed_s of device time, up to now."""
+
     # ---- the engine's loop --------------------------------------------------------------------
 
-    def _wait(self, until_s: float) -> bool:
-        """Wait for the next event. False if none will come before `until_s`."""
-        if not self._happened:
+    def _live(self) -> Iterator[float]:
+        """Wait, decide, run; yields the time at which it goes on wherever time passes."""
+        while True:
+            self._is_between_tasks = True
+            if not self._happened:
+                yield from self._wait()
+            while self.now_s >= self._until_s:
+                yield self.now_s
+            self._is_between_tasks = False
+            self._decide()
+            self._happened = yield from self._run_task()
+
+    def _wait(self) -> Generator[float, None, None]:
+        """Wait for the next event."""
+        self._has_mail = True
+        while self._has_mail:
+            self._has_mail = False
             next_s = self._next_event_s()
-            if next_s >= until_s:
-                return False
-            self.clock.advance_to(max(self.now_s, next_s))
-        return True
+            yield next_s
+        self.clock.advance_to(max(self.now_s, next_s))
 
     def _next_event_s(self) -> float:
         """When the inbox has its next message, or the timer ends."""
@@ -195,16 +239,18 @@ class Simulator:
         for task_id in [t for t in self._prefills if not self.scheduler.is_live(t)]:
             del self._prefills[task_id]
 
-    def _run_task(self) -> list[Event]:
+    def _run_task(self) -> Generator[float, None, list[Event]]:
         """Run the decided task until it ends or is left. Returns what the scheduler must know."""
         decision = self._decision
         if isinstance(decision.task, PrefillTask):
-            return self._run_prefill(decision.task, decision.steps)
+            return (yield from self._run_prefill(decision.task, decision.steps))
         if isinstance(decision.task, DecodeStep):
-            return self._run_steps(decision.task, decision.max_steps)
+            return (yield from self._run_steps(decision.task, decision.max_steps))
         return []
 
-    def _run_prefill(self, task: PrefillTask, steps: PacedSteps | None) -> list[Event]:
+    def _run_prefill(
+        self, task: PrefillTask, steps: PacedSteps | None
+    ) -> Generator[float, None, list[Event]]:
         """Run the prefill, and decode steps beside it when they are due."""
         work = self._prefills.get(task.task_id) or self._start_prefill(task)
         due_s = steps.release_s if steps else math.inf
@@ -212,13 +258,13 @@ class Simulator:
         stepped: list[Event] = []
         while True:
             if steps and due_s <= self.now_s:
-                stepped = merge(stepped, self._run_steps(steps.step, 1))
+                stepped = merge(stepped, (yield from self._run_steps(steps.step, 1)))
                 num_steps += 1
                 due_s = self.now_s + steps.interval_s
                 is_over = num_steps == steps.max_steps or has_end(stepped)
                 if is_over or self._should_leave():
                     break
-            if self._advance(work, due_s):
+            if (yield from self._advance(work, due_s)):
                 del self._prefills[task.task_id]
                 self.counters.prefills += 1
                 return [*stepped, PrefillDone(task.task_id), *self._emit(work.req_ids)]
@@ -226,7 +272,7 @@ class Simulator:
                 break
         return [PrefillParked(task.task_id, work.predicted_remaining_s), *stepped]
 
-    def _start_prefill(self, task: PrefillTask) -> _Work:
+    def _start_prefill(self, task: PrefillTask) -> Work:
         prompts = []
         for req_id in task.req_ids:
             record, num_cached = self.records[req_id], self.scheduler.num_cached_tokens(req_id)
@@ -241,15 +287,16 @@ class Simulator:
             else self._predictor.packed_prefill_s(prompts)
         )
         ratio = predicted_s / timeline.total_s
-        work = self._prefills[task.task_id] = _Work(task.req_ids, timeline, predicted_ratio=ratio)
+        work = Work(task.req_ids, timeline, predicted_ratio=ratio, task_id=task.task_id)
+        self._prefills[task.task_id] = work
         return work
 
-    def _run_steps(self, step: DecodeStep, max_steps: int) -> list[Event]:
+    def _run_steps(self, step: DecodeStep, max_steps: int) -> Generator[float, None, list[Event]]:
         """Run decode steps until one ends a request, max_steps have run, or something happens."""
         happened: list[Event] = []
         for _ in range(max_steps):
             work = self._step or self._start_step(step)
-            if not self._advance(work):
+            if not (yield from self._advance(work)):
                 self._step = work
                 break
             self._step = None
@@ -261,28 +308,35 @@ class Simulator:
                 break
         return happened
 
-    def _start_step(self, step: DecodeStep) -> _Work:
+    def _start_step(self, step: DecodeStep) -> Work:
         records = [self.records[req_id] for req_id in step.req_ids]
         num_context_tokens = sum(r.arrival.num_prompt_tokens + r.num_tokens for r in records)
-        return _Work(step.req_ids, self._cost.step_timeline(len(records), num_context_tokens))
+        return Work(step.req_ids, self._cost.step_timeline(len(records), num_context_tokens))
 
-    def _advance(self, work: _Work, until_s: float = math.inf) -> bool:
+    def _advance(self, work: Work, until_s: float = math.inf) -> Generator[float, None, bool]:
         """Run to the end, or to the first boundary at or behind `until_s` or the next event.
 
         True if the pass is done.
         """
         timeline, now_s = work.timeline, self.now_s
         total_s = timeline.total_s
-        available_s = min(self._next_event_s(), until_s) - now_s
-        to_s = total_s
-        if work.elapsed_s + available_s < total_s:
-            to_s = timeline.next_boundary_s(work.elapsed_s + max(available_s, 0.0))
-        ran_s = to_s - work.elapsed_s
-        work.elapsed_s = to_s
+        self._has_mail = True
+        while self._has_mail:
+            self._has_mail = False
+            available_s = min(self._next_event_s(), until_s) - now_s
+            to_s = total_s
+            if work.elapsed_s + available_s < total_s:
+                to_s = timeline.next_boundary_s(work.elapsed_s + max(available_s, 0.0))
+            ran_s = to_s - work.elapsed_s
+            reached_s = now_s + ran_s
+            if to_s < total_s:
+                # Not below what was waited for: sums of floats differ in their last digits.
+                reached_s = max(reached_s, now_s + available_s)
+            yield reached_s
+        from_s, work.elapsed_s = work.elapsed_s, to_s
         self.counters.busy_s += ran_s
-        # Not below what was waited for: sums of floats differ in their last digits.
-        reached_s = now_s + ran_s
-        self.clock.advance_to(reached_s if to_s == total_s else max(reached_s, now_s + available_s))
+        self.clock.advance_to(reached_s)
+        self.on_run(work, from_s)
         return to_s == total_s
 
     def _emit(self, req_ids: tuple[int, ...]) -> list[Event]:

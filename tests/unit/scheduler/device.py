@@ -22,7 +22,7 @@ from flowprefill.scheduler.events import (
     PrefillTask,
 )
 from flowprefill.scheduler.scheduler import Scheduler
-from flowprefill.simulator.simulator import RequestRecord, Simulator, _Work
+from flowprefill.simulator.simulator import RequestRecord, Simulator, Work
 from tests.unit.scheduler.helpers import BLOCK_SIZE, FixedRatePredictor, SlicedTimeline
 
 MAX_DECISIONS = 100_000
@@ -138,12 +138,10 @@ class Device(Simulator):
             num_live = scheduler.num_waiting + scheduler.num_prefilling + scheduler.num_decoding
             assert num_live == 0, "idle with work"
 
-    def _advance(self, work: _Work, until_s: float = math.inf) -> bool:
-        start_s = self.now_s
-        is_done = super()._advance(work, until_s)
+    def on_run(self, work: Work, from_s: float) -> None:
         assert isinstance(work.timeline, SlicedTimeline)
+        start_s = self.now_s - (work.elapsed_s - from_s)
         self.log.append(Ran(work.req_ids, work.timeline.is_step, start_s, self.now_s))
-        return is_done
 
     def _emit(self, req_ids: tuple[int, ...]) -> list[Event]:
         """As the engine does, name the blocks of those that end."""

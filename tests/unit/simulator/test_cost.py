@@ -8,7 +8,8 @@ import pytest
 
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.cost import LayerTimeline, NoisyPredictor, PassTimeline, Stretch
-from flowprefill.simulator.roofline import A800, LLAMA_3_1_8B, RooflineCost, num_kv_tokens
+from flowprefill.simulator.data_sheets import A800, EFFICIENCY, LLAMA_3_1_8B
+from flowprefill.simulator.roofline import RooflineCost, num_kv_tokens
 
 MAX_SLICE_S = 0.004
 GRANULARITIES = ["whole", "chunk:256", "chunk:2048", "layer", "op", "tile"]
@@ -140,7 +141,7 @@ def test_a_lone_token_is_bound_by_reading_the_weights() -> None:
 def test_decode_steps_read_the_cache_of_every_sequence() -> None:
     step = cost().decode_step_s
     token_bytes = 2 * 2 * LLAMA_3_1_8B.kv_size * LLAMA_3_1_8B.num_layers
-    read_s = 90_000 * token_bytes / (A800.bandwidth * A800.bandwidth_efficiency)
+    read_s = 90_000 * token_bytes / (A800.bandwidth * EFFICIENCY.bandwidth)
     assert step(16, 100_000) - step(16, 10_000) == pytest.approx(read_s)
 
 

@@ -1,0 +1,245 @@
+"""`flowprefill simulate --validate`: the same requests through the engine and the simulator.
+
+The engine runs in this process, open loop and in real time; the simulator takes this CPU's profile,
+and from a few prompts that have the engine for themselves how much slower than its profile the
+machine is now, and what a prefill takes beside its slices. Nothing is taken from the runs that are
+compared. Prompts are random token ids, a few blocks of which are shared where a trace says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flowprefill.bench.engine_replay import EngineReplayer
+from flowprefill.bench.goodput_runs import Cell, with_cell
+from flowprefill.bench.progress import BenchProgress, bench_progress
+from flowprefill.bench.report import BenchmarkError
+from flowprefill.bench.simulate_plan import Plan, take_window
+from flowprefill.config import EngineConfig
+from flowprefill.engine import Engine
+from flowprefill.granularity import Granularity
+from flowprefill.replay.plan import PlannedRequest, plan_replay
+from flowprefill.replay.records import MAX_SEND_LAG_S, ReplayRecord, attainment, send_lag_p99_s
+from flowprefill.simulator.profiled import ProfiledPlatform
+from flowprefill.simulator.replay import Replay, Setup, at_load
+from flowprefill.workload import Objective, TraceRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_NUM_LENGTHS = 8
+_NUM_REPEATS = 3
+_ALONE_S = 30.0
+"""Objective of prompts that run alone; it decides nothing."""
+_HASHES_OF_A_RUN = 1 << 40
+"""More than any trace has: no run finds another's prompts in the cache."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one run."""
+
+    attainment: float
+    mean_ttft_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One policy at one granularity on one window at one load, measured and simulated."""
+
+    trace: str
+    policy: str
+    granularity: str
+    load: float
+    num_requests: int
+    engine: Outcome
+    simulator: Outcome
+    send_lag_p99_s: float
+
+    @property
+    def attainment_error_points(self) -> float:
+        """Simulated minus measured, in percent of the requests."""
+        return 100 * (self.simulator.attainment - self.engine.attainment)
+
+    @property
+    def mean_ttft_error(self) -> float:
+        """Simulated over measured, minus 1."""
+        return self.simulator.mean_ttft_s / self.engine.mean_ttft_s - 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How the machine is now, beside its profile."""
+
+    slowness: float
+    """Seconds of slices, measured over profiled."""
+    overhead_s: float
+    """Of a prefill, beside its slices and the choice of its tokens."""
+
+
+def run(plan: Plan, config: EngineConfig, loads: Sequence[float], seed: int) -> dict[str, Any]:
+    """Compare at each load, print a table, return the JSON object.
+
+    plan: of a ProfiledPlatform; config: the same model's
+    Raises BenchmarkError if the engine fails a request.
+    """
+    from rich.console import Console
+
+    cells = [Cell(*names) for names in itertools.product(plan.policies, plan.granularities)]
+    found: list[Comparison] = []
+    calibrations = []
+    with bench_progress(len(cells) * len(plan.traces) * len(loads)) as progress:
+        for cell in cells:
+            replayer = EngineReplayer(seed)
+            cell_config = with_cell(config, cell)
+            engine = Engine(cell_config, replayer.on_output, progress.show_loading)
+            try:
+                validator = _Validator(plan, cell, engine, replayer, progress)
+                calibrations.append(validator.calibrate())
+                found += [validator.compare(*at) for at in itertools.product(plan.traces, loads)]
+            finally:
+                engine.close()
+    Console(width=160).print(make_table(found))
+    return summarise(found, calibrations)
+
+
+class _Validator:
+    """One cell, on an engine that has nothing else to do."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        cell: Cell,
+        engine: Engine,
+        replayer: EngineReplayer,
+        progress: BenchProgress,
+    ) -> None:
+        assert isinstance(plan.platform, ProfiledPlatform)
+        self._plan = plan
+        self._cell = cell
+        self._granularity = Granularity.parse(cell.granularity)
+        self._engine = engine
+        self._replayer = replayer
+        self._progress = progress
+        self._platform = plan.platform
+        self._num_runs = 0
+
+    def calibrate(self) -> Calibration:
+        """Run prompts of typical lengths alone, and believe the machine from then on."""
+        self._progress.describe(f"{self._cell.name} calibrating")
+        lengths = [r.input_tokens for path in self._plan.traces for r in self._window(path)]
+        chosen = np.quantile(lengths, np.linspace(0.0, 1.0, _NUM_LENGTHS)).astype(int).tolist()
+        cost = self._platform.cost(self._granularity)
+        profiled, measured = [], []
+        for num_tokens in chosen:
+            profiled.append(cost.timeline([(num_tokens, 0)], self._granularity).total_s)
+            measured.append(float(np.median(self._solo_ttfts(num_tokens))))
+        calibration = fit_calibration(profiled, measured)
+        times = self._platform.times.slowed(calibration.slowness, calibration.overhead_s)
+        self._platform = replace(self._platform, times=times)
+        return calibration
+
+    def compare(self, path: Path, load: float) -> Comparison:
+        """Both on the trace's first window at this load."""
+        self._progress.describe(f"{self._cell.name} {path.stem} at load {load:g}")
+        window = take_window(self._plan, path, 0)
+        requests = self._own_prefixes(at_load(window.requests, load, self._platform))
+        records = self._replay(plan_replay(requests, window.objectives))
+        setup = Setup(self._cell.policy, self._granularity, 0.0, 0, self._platform)
+        simulated = Replay(requests, setup, objectives=window.objectives).run_all()
+        self._progress.advance()
+        return Comparison(
+            path.stem,
+            self._cell.policy,
+            self._cell.granularity,
+            load,
+            len(records),
+            Outcome(attainment(records), sum(r.ttft_s for r in records) / len(records)),
+            Outcome(simulated.attainment, simulated.mean_ttft_s),
+            send_lag_p99_s(records),
+        )
+
+    def _window(self, path: Path) -> list[TraceRequest]:
+        return take_window(self._plan, path, 0).requests
+
+    def _own_prefixes(self, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+        """The requests with prompts that no earlier run had."""
+        self._num_runs += 1
+        first = self._num_runs * _HASHES_OF_A_RUN
+        return [
+            replace(r, prefix_hashes=tuple(h + first for h in r.prefix_hashes)) for r in requests
+        ]
+
+    def _solo_ttfts(self, num_tokens: int) -> list[float]:
+        goal = Objective("alone", _ALONE_S, _ALONE_S)
+        planned = PlannedRequest(0, 0.0, num_tokens, 1, goal)
+        return [self._replay([planned])[0].ttft_s for _ in range(_NUM_REPEATS)]
+
+    def _replay(self, planned: Sequence[PlannedRequest]) -> list[ReplayRecord]:
+        records = self._replayer.run(self._engine, planned)
+        failed = next((record.error for record in records if record.error), None)
+        if failed:
+            raise BenchmarkError(f"{self._cell.name}: a request failed: {failed}")
+        return records
+
+
+def fit_calibration(profiled_s: Sequence[float], measured_s: Sequence[float]) -> Calibration:
+    """measured = slowness x profiled + overhead, by least squares of relative errors; a negative
+    overhead is taken for none."""
+    profiled, measured = np.array(profiled_s), np.array(measured_s)
+    design = np.column_stack([profiled, np.ones_like(profiled)]) / measured[:, None]
+    (slowness, overhead_s), *_ = np.linalg.lstsq(design, np.ones_like(measured), rcond=None)
+    if overhead_s < 0:
+        ratios = profiled / measured
+        slowness, overhead_s = ratios.sum() / (ratios**2).sum(), 0.0
+    return Calibration(float(slowness), float(overhead_s))
+
+
+def summarise(found: Sequence[Comparison], calibrations: Sequence[Calibration]) -> dict[str, Any]:
+    """The JSON object; errors at the top are the worst of all comparisons."""
+    return {
+        "attainment_error_points": round(max(abs(c.attainment_error_points) for c in found), 2),
+        "mean_ttft_error": round(max(abs(c.mean_ttft_error) for c in found), 4),
+        "send_lag_p99_ms": round(1000 * max(c.send_lag_p99_s for c in found), 3),
+        "void": any(c.send_lag_p99_s > MAX_SEND_LAG_S for c in found),
+        "cells": [
+            {
+                **asdict(c),
+                "attainment_error_points": round(c.attainment_error_points, 2),
+                "mean_ttft_error": round(c.mean_ttft_error, 4),
+            }
+            for c in found
+        ],
+        "calibrations": [asdict(calibration) for calibration in calibrations],
+    }
+
+
+def make_table(found: Sequence[Comparison]) -> Table:
+    """Measured and simulated, side by side."""
+    from rich.table import Table
+
+    table = Table(title="engine and simulator: share on time, mean TTFT in seconds")
+    for heading in ("trace", "policy", "boundaries"):
+        table.add_column(heading)
+    for heading in ("load", "on time", "simulated", "points", "mean TTFT", "simulated", "error"):
+        table.add_column(heading, justify="right")
+    for c in found:
+        table.add_row(
+            c.trace,
+            c.policy,
+            c.granularity,
+            f"{c.load:g}",
+            f"{c.engine.attainment:.3f}",
+            f"{c.simulator.attainment:.3f}",
+            f"{c.attainment_error_points:+.1f}",
+            f"{c.engine.mean_ttft_s:.4f}",
+            f"{c.simulator.mean_ttft_s:.4f}",
+            f"{c.mean_ttft_error:+.1%}",
+        )
+    return table

@@ -1,0 +1,137 @@
+"""`simulate --validate`: its arithmetic, and a small comparison on a real engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flowprefill.bench.simulate_validate import (
+    Calibration,
+    Comparison,
+    Outcome,
+    fit_calibration,
+    summarise,
+)
+from flowprefill.cli import app
+from flowprefill.errors import ConfigError
+from tests.factories import write_tiny_model
+
+
+def comparison(engine: Outcome, simulator: Outcome, load: float = 0.5) -> Comparison:
+    return Comparison("azure", "s-edf", "tile", load, 100, engine, simulator, 0.001)
+
+
+def test_errors_are_points_of_attainment_and_shares_of_mean_ttft() -> None:
+    found = comparison(Outcome(0.90, 0.200), Outcome(0.93, 0.180))
+    assert found.attainment_error_points == pytest.approx(3.0)
+    assert found.mean_ttft_error == pytest.approx(-0.1)
+
+
+def test_the_worst_of_all_comparisons_counts_whatever_its_sign() -> None:
+    found = [
+        comparison(Outcome(0.90, 0.200), Outcome(0.93, 0.205)),
+        comparison(Outcome(0.90, 0.200), Outcome(0.86, 0.210)),
+        comparison(Outcome(0.90, 0.200), Outcome(0.90, 0.150)),
+    ]
+    result = summarise(found, [Calibration(1.0, 0.0)])
+    assert result["attainment_error_points"] == 4.0
+    assert result["mean_ttft_error"] == 0.25
+    assert [c["attainment_error_points"] for c in result["cells"]] == [3.0, -4.0, 0.0]
+    assert [c["mean_ttft_error"] for c in result["cells"]] == [0.025, 0.05, -0.25]
+    assert result["void"] is False
+
+
+def test_requests_that_were_sent_late_make_it_void() -> None:
+    late = Comparison("azure", "edf", "op", 0.5, 9, Outcome(1, 1), Outcome(1, 1), 0.006)
+    assert summarise([late], [])["void"] is True
+
+
+@pytest.mark.parametrize(("slowness", "overhead_s"), [(1.0, 0.0), (1.3, 0.002), (0.9, 0.0005)])
+def test_calibration_finds_slowness_and_overhead(slowness: float, overhead_s: float) -> None:
+    profiled = [0.003, 0.01, 0.03, 0.1, 0.5]
+    found = fit_calibration(profiled, [slowness * s + overhead_s for s in profiled])
+    assert found.slowness == pytest.approx(slowness)
+    assert found.overhead_s == pytest.approx(overhead_s, abs=1e-9)
+
+
+def test_calibration_takes_no_negative_overhead() -> None:
+    draw = random.Random(0)
+    profiled = [0.003, 0.01, 0.03, 0.1, 0.5]
+    measured = [1.2 * s * draw.uniform(0.98, 1.02) - 0.0005 for s in profiled]
+    found = fit_calibration(profiled, measured)
+    assert found.overhead_s == 0
+    assert found.slowness == pytest.approx(1.15, abs=0.06)
+
+
+def write_trace(path: Path, num_requests: int) -> Path:
+    draw = random.Random(1)
+    rows = [f"{i / 5},text,{draw.randrange(20, 400)},8" for i in range(num_requests)]
+    path.write_text("\n".join(["arrival_s,type,input_tokens,output_tokens", *rows]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_tiny_model(directory / "tiny")
+    path = directory / "model.json"
+    path.write_text(json.dumps({"model": "tiny", "device": "cpu", "num_threads": 1}))
+    return path
+
+
+def simulate(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_same_requests_go_through_engine_and_simulator(
+    model_json: Path, tmp_path: Path
+) -> None:
+    traces = [write_trace(tmp_path / f"{name}.csv", 12) for name in ("one", "two")]
+    result = simulate(
+        *("--validate", "--trace", traces[0], "--trace", traces[1], "--requests", 12),
+        *("--model-json", model_json, "--loads", "0.2,0.5", "--policies", "edf"),
+        *("--length-divisor", 2),
+    )
+    cells = result["cells"]
+    assert [(c["trace"], c["load"]) for c in cells] == [
+        ("one", 0.2),
+        ("one", 0.5),
+        ("two", 0.2),
+        ("two", 0.5),
+    ]
+    for cell in cells:
+        assert (cell["policy"], cell["granularity"], cell["num_requests"]) == ("edf", "tile", 12)
+        for side in ("engine", "simulator"):
+            assert 0 <= cell[side]["attainment"] <= 1
+            assert 0 < cell[side]["mean_ttft_s"] < 1
+    assert result["attainment_error_points"] == max(
+        abs(c["attainment_error_points"]) for c in cells
+    )
+    assert result["mean_ttft_error"] == max(abs(c["mean_ttft_error"]) for c in cells)
+    (calibration,) = result["calibrations"]
+    assert 0.2 < calibration["slowness"] < 5
+    assert result["run"]["device"] == "this CPU, simulated"
+
+
+def test_a_profiled_cpu_is_a_device_like_others(model_json: Path, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "one.csv", 30)
+    arguments = ("--trace", trace, "--device", "this-cpu", "--model-json", model_json)
+    result = simulate(*arguments, "--requests", 30, "--policies", "fcfs,s-edf", "--load", 0.9)
+    assert [run["policy"] for run in result["runs"]] == ["fcfs", "s-edf"]
+    assert result["run"]["length_scale"] == 1 / 8
+    assert result["run"]["max_num_seqs"] == 16
+
+
+@pytest.mark.parametrize("loads", ["", "0.5,x", "0", "inf", "-1"])
+def test_loads_that_are_none_are_refused(model_json: Path, tmp_path: Path, loads: str) -> None:
+    trace = write_trace(tmp_path / "one.csv", 5)
+    arguments = ("--trace", trace, "--requests", 5, "--model-json", model_json, "--loads", loads)
+    with pytest.raises(ConfigError, match="--loads"):
+        simulate("--validate", *arguments)
