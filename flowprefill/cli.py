@@ -1,4 +1,4 @@
-"""The command line: `flowprefill serve | generate | simulate | bench | version`.
+"""The command line: `flowprefill serve | generate | simulate | replay | bench | version`.
 
 Commands import what they need when they run, so that `--help` answers at once.
 """
@@ -17,11 +17,13 @@ from flowprefill.bench import (
     blocking,
     decode,
     decode_mix,
+    goodput,
     hol,
     path,
     prefill,
     prefix,
     profile,
+    replay,
     scheduler,
     simulate,
 )
@@ -53,9 +55,11 @@ bench_app.command("path")(path.run)
 bench_app.command("scheduler")(scheduler.run)
 bench_app.command("decode-mix")(decode_mix.run)
 bench_app.command("prefix")(prefix.run)
+bench_app.command("goodput")(goodput.run)
 bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
+app.command("replay")(replay.run)
 
 
 def main() -> None:

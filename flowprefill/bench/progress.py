@@ -27,6 +27,9 @@ class BenchProgress:
     def advance(self, amount: float = 1) -> None:
         self._progress.advance(self._task, amount)
 
+    def advance_to(self, done: float) -> None:
+        self._progress.update(self._task, completed=done)
+
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
         """One step of the total, called `text`."""

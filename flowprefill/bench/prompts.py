@@ -7,18 +7,9 @@ from collections.abc import Callable
 
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
+from flowprefill.replay.prompts import COMMON_WORDS
 from flowprefill.tokenizer import load_tokenizer
 
-# Common words: nearly every tokenizer has each of them, with a space before it, as one token.
-_WORDS = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from or "
-    "had an they which you were all her she there would their we him been has when who will more "
-    "no if out so said what up its about into than them can only other new some could time these "
-    "two may then do first any my now such like our over man me even most made after also did many "
-    "before must through back years where much your way well down should because each just those "
-    "people how too little state good very make world still own see men work long get here between "
-    "both life being under never day same another know while last might us great old year off come"
-)
 _MAX_TRIES = 20
 
 
@@ -28,7 +19,7 @@ def exact_prompt(encode: Callable[[str], list[int]], num_tokens: int, rng: rando
     encode: text to token ids, with whatever the tokenizer puts in front of a prompt
     Raises BenchmarkError if none is found, as with a tokenizer that does not know these words.
     """
-    known = _WORDS.split()
+    known = COMMON_WORDS
     words = rng.choices(known, k=num_tokens)
     for _ in range(_MAX_TRIES):
         text = " ".join(words)
