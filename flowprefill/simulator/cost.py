@@ -6,12 +6,13 @@ the predictor is a NoisyPredictor over it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from flowprefill.granularity import Granularity
 from flowprefill.predictor.base import Predictor
@@ -21,6 +22,18 @@ Prompts = Sequence[tuple[int, int]]
 
 _SAME_S = 1e-9
 """Times so close are one boundary: sums of floats differ in their last digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Slices of one operator group behind each other."""
+
+    group: str
+    start_s: float
+    """From the start of the task."""
+    end_s: float
+    slice_s: float
+    """Length of a slice; the last one may be shorter."""
 
 
 class Timeline(Protocol):
@@ -33,6 +46,15 @@ class Timeline(Protocol):
 
     def next_boundary_s(self, elapsed_s: float) -> float:
         """The first boundary at or after `elapsed_s` seconds of device time."""
+        ...
+
+
+@runtime_checkable
+class PartedTimeline(Timeline, Protocol):
+    """A Timeline that can say what runs when."""
+
+    def parts(self, from_s: float, to_s: float) -> Iterator[Part]:
+        """What runs between two times of the task, in order."""
         ...
 
 
@@ -54,6 +76,8 @@ class PassTimeline:
 
     ends_s: Sequence[float]
     """When each pass ends, ascending."""
+    group: str = "pass"
+    """What a pass is called."""
 
     @property
     def total_s(self) -> float:
@@ -63,6 +87,12 @@ class PassTimeline:
         index = bisect_left(self.ends_s, elapsed_s - _SAME_S)
         return self.ends_s[min(index, len(self.ends_s) - 1)]
 
+    def parts(self, from_s: float, to_s: float) -> Iterator[Part]:
+        """See PartedTimeline."""
+        starts_s = [0.0, *self.ends_s]
+        for start_s, end_s in itertools.pairwise(starts_s):
+            yield from _clip(Part(self.group, start_s, end_s, end_s - start_s), from_s, to_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -70,6 +100,8 @@ class Stretch:
 
     end_s: float
     slice_s: float
+    group: str = "layer"
+    """Operators that run in them."""
 
 
 class LayerTimeline:
@@ -98,6 +130,31 @@ class LayerTimeline:
                 return layer_start_s + boundary_s
             start_s = stretch.end_s
         return self.total_s
+
+    def parts(self, from_s: float, to_s: float) -> Iterator[Part]:
+        """See PartedTimeline."""
+        first = min(math.floor(from_s / self._layer_s), self._num_layers)
+        for index in range(first, self._num_layers + 1):
+            layer_start_s = index * self._layer_s
+            if layer_start_s >= to_s:
+                return
+            start_s = 0.0
+            for stretch in self._layer if index < self._num_layers else self._last_layer:
+                part = Part(
+                    stretch.group,
+                    layer_start_s + start_s,
+                    layer_start_s + stretch.end_s,
+                    stretch.slice_s,
+                )
+                yield from _clip(part, from_s, to_s)
+                start_s = stretch.end_s
+
+
+def _clip(part: Part, from_s: float, to_s: float) -> Iterator[Part]:
+    """What of it lies between the two times, if anything does."""
+    start_s, end_s = max(part.start_s, from_s), min(part.end_s, to_s)
+    if end_s - start_s > _SAME_S:
+        yield Part(part.group, start_s, end_s, part.slice_s)
 
 
 class NoisyPredictor:

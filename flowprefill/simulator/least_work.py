@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from flowprefill.granularity import Granularity
 from flowprefill.scheduler.events import Arrival
 from flowprefill.simulator.bound import on_time_bound
+from flowprefill.simulator.platform import Platform
 
 
+@runtime_checkable
 class LeastCost(Protocol):
     """A cost model that knows the least that a prompt can cost."""
 
@@ -44,6 +47,14 @@ def offline_bound(
     deadlines_s = [a.arrival_s + a.ttft_slo_s for a in arrivals]
     arrivals_s = [a.arrival_s for a in arrivals]
     return int(on_time_bound(arrivals_s, deadlines_s, work_s, num_devices=num_devices))
+
+
+def offline_bound_on(platform: Platform, arrivals: Sequence[Arrival]) -> int | None:
+    """The same on a platform; None if its cost model does not know the least a prompt can cost."""
+    cost = platform.cost(Granularity("whole"))
+    if not isinstance(cost, LeastCost):
+        return None
+    return offline_bound(arrivals, cost, platform.block_tokens)
 
 
 def most_cached_tokens(arrivals: Sequence[Arrival], block_tokens: int) -> list[int]:
