@@ -19,7 +19,6 @@ from flowprefill.replay.plan import PlannedRequest
 from flowprefill.replay.records import ReplayRecord
 from flowprefill.request import SLO, FinishReason, Request, TokenOutput
 from flowprefill.sampling_params import SamplingParams
-from flowprefill.workload import PREFIX_BLOCK_TOKENS
 
 _SILENCE_S = 300.0
 """An engine that ends no request for so long will end none."""
@@ -107,7 +106,7 @@ class EngineReplayer:
         tokens: list[int] = []
         for block_hash in planned.prefix_hashes:
             block = random.Random(block_hash)
-            tokens += [block.randrange(vocab_size) for _ in range(PREFIX_BLOCK_TOKENS)]
+            tokens += [block.randrange(vocab_size) for _ in range(planned.block_tokens)]
         num_more = max(0, planned.input_tokens - len(tokens))
         tokens += [self._rng.randrange(vocab_size) for _ in range(num_more)]
         return tokens[: planned.input_tokens]

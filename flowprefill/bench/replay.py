@@ -43,7 +43,10 @@ def run(
     ],
     target: Annotated[TargetKind, typer.Option(help="What the server speaks.")],
     url: Annotated[
-        str, typer.Option(help="host:port; before it http:// and behind it /v1 may stand.")
+        str,
+        typer.Option(
+            help="host:port, or for HTTP http://host:port; openai: also with the path of its API."
+        ),
     ],
     model: Annotated[str, typer.Option(help="Its name on the server.")],
     tokenizer: Annotated[

@@ -128,9 +128,13 @@ class OpenAITarget:
     """Any server of OpenAI's /v1/completions that streams."""
 
     def __init__(self, url: str, model: str, send_slo: bool = False) -> None:
-        """url: of the server, with or without /v1; send_slo: with ttft_slo_ms and tbt_slo_ms"""
+        """url: of the server, or of its API as far as /v1 or /completions
+
+        send_slo: with ttft_slo_ms and tbt_slo_ms
+        """
         url = _base_url(url)
-        self._base = url if url.endswith("/v1") else f"{url}/v1"
+        is_api = url.endswith(("/v1", "/completions"))
+        self._base = url.removesuffix("/completions") if is_api else f"{url}/v1"
         self._model = model
         self._send_slo = send_slo
         self._source = _EventSource()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,11 @@ _PARQUET = ".parquet"
 
 def check_records_path(path: Path) -> None:
     """Raise ReplayError if records could not be written there: before a replay, not behind it."""
-    if path.suffix == _PARQUET and importlib.util.find_spec("pyarrow") is None:
-        raise ReplayError(f"{path}: Parquet needs pyarrow (pip install pyarrow); CSV does not")
+    if path.suffix == _PARQUET:
+        try:
+            importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise ReplayError(f"{path}: Parquet needs pyarrow, CSV does not: {error}") from error
     if path.is_dir():
         raise ReplayError(f"{path}: is a directory")
     try:

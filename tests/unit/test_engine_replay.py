@@ -87,15 +87,17 @@ def test_what_is_refused_is_in_the_records(replayer: EngineReplayer, engine: Eng
     assert not record.is_on_time
 
 
-def test_equal_hashes_make_equal_blocks(replayer: EngineReplayer) -> None:
+@pytest.mark.parametrize("block_tokens", [16, 512])
+def test_equal_hashes_make_equal_blocks(replayer: EngineReplayer, block_tokens: int) -> None:
+    end = 2 * block_tokens
     plans = [
-        PlannedRequest(0, 0.0, 1100, 1, GOAL, (7, 8, 9)),
-        PlannedRequest(1, 0.0, 1300, 1, GOAL, (7, 8, 10)),
+        PlannedRequest(0, 0.0, end + 12, 1, GOAL, (7, 8, 9), block_tokens),
+        PlannedRequest(1, 0.0, end + 16, 1, GOAL, (7, 8, 10), block_tokens),
     ]
     first, second = (replayer._prompt(one, vocab_size=256) for one in plans)
-    assert (len(first), len(second)) == (1100, 1300)
-    assert first[:1024] == second[:1024]
-    assert first[1024:1100] != second[1024:1100]
+    assert (len(first), len(second)) == (end + 12, end + 16)
+    assert first[:end] == second[:end]
+    assert first[end:] != second[end : end + 12]
 
 
 def test_one_replay_after_the_other(replayer: EngineReplayer, engine: Engine) -> None:

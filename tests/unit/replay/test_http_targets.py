@@ -77,16 +77,25 @@ def test_openai_is_sent_objectives_if_wanted() -> None:
     assert (body["ttft_slo_ms"], body["tbt_slo_ms"]) == (250.0, 100.0)
 
 
-def test_an_openai_url_may_end_in_v1() -> None:
-    async def path_of(url: str) -> None:
-        target = OpenAITarget(url + "/v1/", "m")
+@pytest.mark.parametrize(
+    ("end", "path"),
+    [
+        ("", "/v1/completions"),
+        ("/v1/", "/v1/completions"),
+        ("/v3/completions", "/v3/completions"),
+    ],
+)
+def test_an_openai_url_may_be_the_server_s_or_its_api_s(end: str, path: str) -> None:
+    async def send(url: str) -> None:
+        target = OpenAITarget(url, "m")
+        await target.check()
         async for _ in target.send(target.prepare(PLANNED, PROMPT)):
             pass
         await target.close()
 
     with sse_server(openai_answer) as peer:
-        asyncio.run(path_of(peer.url))
-        assert peer.requests[0][0] == "/v1/completions"
+        asyncio.run(send(peer.url.removeprefix("http://") + end))
+        assert peer.requests[0][0] == path
 
 
 def test_openai_tokens_without_text_count_and_an_end_without_token_does_not() -> None:
