@@ -175,8 +175,8 @@ class Engine:
 
     @property
     def num_slices(self) -> int:
-        """Slices run since the start: a sign of life."""
-        return self._runner.executor.num_slices
+        """Slices begun since the start: a sign of life, also within a call that runs many."""
+        return self._runner.executor.num_slices + self._interrupt.num_more_slices
 
     def submit(self, request: Request) -> None:
         """Hand over a request; waits for nothing that runs.

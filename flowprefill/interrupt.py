@@ -14,7 +14,11 @@ from flowprefill.clock import Clock
 class _Shared(ctypes.Structure):
     """native/src/slices.h, Interrupt."""
 
-    _fields_ = (("is_raised", ctypes.c_uint32), ("leave_s", ctypes.c_double))
+    _fields_ = (
+        ("is_raised", ctypes.c_uint32),
+        ("leave_s", ctypes.c_double),
+        ("num_more", ctypes.c_uint64),
+    )
 
 
 class Interrupt:
@@ -24,7 +28,7 @@ class Interrupt:
         """clock: where native kernels look at it, CLOCK_MONOTONIC; with another one they may leave
         too early or a little late, and the executor puts that right."""
         self._clock = clock
-        self._shared = _Shared(0, math.inf)
+        self._shared = _Shared(0, math.inf, 0)
         self.address = ctypes.addressof(self._shared)
         self.timer_s = math.inf
         """When it is due by itself."""
@@ -40,6 +44,11 @@ class Interrupt:
     @property
     def is_raised(self) -> bool:
         return bool(self._shared.is_raised)
+
+    @property
+    def num_more_slices(self) -> int:
+        """Slices that native kernels began behind the first one of a call; readable meanwhile."""
+        return int(self._shared.num_more)
 
     def is_due(self) -> bool:
         """Whether it is raised or its timer has run out."""

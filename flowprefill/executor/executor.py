@@ -30,8 +30,8 @@ class Executor:
         self._clock = clock
         self._cost = cost
         self.num_slices = 0
-        """Slices run since the start, those of one call counted once; a sign of life, readable
-        from any thread."""
+        """Slices run since the start, those of one call counted once (Interrupt counts the others);
+        readable from any thread."""
 
     def run(
         self, state: ProgramState, interrupt: Interrupt, until_s: float = math.inf

@@ -91,7 +91,7 @@ class LayerPointers(ctypes.Structure):
 
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_SLICES = [_POINTER, _INT, _POINTER]  # ends, number, interrupt
+_SLICES = [_POINTER, _INT, _POINTER, _INT]  # ends, number, interrupt, may_leave
 _FUNCTIONS = {
     "flowprefill_open": (_POINTER, [_POINTER, _INT, _INT]),
     "flowprefill_close": (None, [_POINTER]),

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowprefill.granularity import Granularity
 from flowprefill.interrupt import Interrupt
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Operators, Rows, slice_ends
+from flowprefill.programs.operators import Attended, Operators, Rows, SliceRun, slice_ends
 from flowprefill.programs.program import SequenceInput, SliceCost
 from flowprefill.programs.slices import (
     Group,
@@ -131,17 +131,18 @@ class DecoderState:
         """
         piece, num_run = self.next_slice, 1
         operators = self._program.operators
-        leave = interrupt if piece.is_boundary else None
         if piece.group is Group.QKV:
             if not self._in_op_order:
                 self._q_row0 = piece.start
             operators.qkv(self._layer, *self._views_of(piece))
         elif piece.group is Group.ATTENTION:
             q, attended, ends = self._views_of(piece, goes_on=interrupt is not None)
-            num_run = operators.attention(self._layer, q, attended, ends, leave)
+            run = SliceRun(ends, interrupt, may_leave=piece.is_boundary)
+            num_run = operators.attention(self._layer, q, attended, run)
         elif piece.group is Group.MLP:
             hidden, q, ends = self._views_of(piece, goes_on=interrupt is not None)
-            num_run = operators.mlp(self._layer, hidden, q, ends, leave)
+            run = SliceRun(ends, interrupt, may_leave=piece.is_boundary)
+            num_run = operators.mlp(self._layer, hidden, q, run)
         elif piece.group is Group.LAYERS:
             layers = range(self._layer, self._layer + piece.num_layers)
             operators.layers(layers, self._hidden, self._rows, self._q, self._one_row_each)

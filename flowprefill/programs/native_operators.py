@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flowprefill.huge_pages import Arena, aligned
-from flowprefill.interrupt import Interrupt
 from flowprefill.kv.cache import GROUP, KVCache
 from flowprefill.native.library import (
     AMX_FLAG,
@@ -27,7 +26,7 @@ from flowprefill.native.library import (
 from flowprefill.ops.attention import query_scale
 from flowprefill.ops.rope import RotaryTable
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Ends, Rows
+from flowprefill.programs.operators import Attended, Rows, SliceRun
 from flowprefill.programs.rope_frequencies import rope_frequencies
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
 
@@ -116,9 +115,7 @@ class NativeOperators:
             len(hidden),
         )
 
-    def attention(
-        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
+    def attention(self, layer: int, q: Tensor, attended: Attended, run: SliceRun) -> int:
         addresses = attended.addresses
         num_seqs = len(addresses.first)
         if num_seqs == 1:
@@ -128,7 +125,7 @@ class NativeOperators:
                 _address(q),
                 addresses.tables[0],
                 addresses.first[0],
-                *_slices(ends, interrupt),
+                *_slices(run),
             )
             return num_run
         self._library.flowprefill_attention(
@@ -140,17 +137,15 @@ class NativeOperators:
             num_seqs,
             len(q) // num_seqs,
         )
-        return len(ends)
+        return 1
 
-    def mlp(
-        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
+    def mlp(self, layer: int, hidden: Tensor, attended: Tensor, run: SliceRun) -> int:
         num_run: int = self._library.flowprefill_mlp(
             self._decoder,
             self._pointers[layer],
             _address(hidden),
             _address(attended),
-            *_slices(ends, interrupt),
+            *_slices(run),
         )
         return num_run
 
@@ -247,9 +242,10 @@ def _packed_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return spec.num_layers * layer + size(spec.vocab_size, hidden)
 
 
-def _slices(ends: Ends, interrupt: Interrupt | None) -> tuple[int, int, int | None]:
+def _slices(run: SliceRun) -> tuple[int, int, int | None, bool]:
     """The last arguments of a function that runs slices."""
-    return ends.buffer_info()[0], len(ends), interrupt.address if interrupt else None
+    address, count = run.ends.buffer_info()
+    return address, count, run.interrupt.address if run.interrupt else None, run.may_leave
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -67,6 +67,16 @@ def slice_ends(ends: Iterable[int]) -> Ends:
     return array("i", ends)
 
 
+class SliceRun(NamedTuple):
+    """Slices of one operator that one call may run, in order; the first one in any case."""
+
+    ends: Ends
+    interrupt: Interrupt | None = None
+    """Is told of each slice that begins behind the first."""
+    may_leave: bool = False
+    """No further slice begins once the interrupt must be left."""
+
+
 class Operators(Protocol):
     """One model's weights and KV cache on a device. `layer` counts from 0."""
 
@@ -84,25 +94,19 @@ class Operators(Protocol):
         """
         ...
 
-    def attention(
-        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
-        """Overwrite queries by attention's output. Returns how many slices ran, at least one.
+    def attention(self, layer: int, q: Tensor, attended: Attended, run: SliceRun) -> int:
+        """Overwrite queries by attention's output. Returns how many slices ran.
 
         q: [num_seqs * rows of each, q_size], sequence by sequence
-        ends: one slice's, all rows; of a single sequence it may be several
-        interrupt: no slice begins behind the first once it must be left; None = never
+        run: of several sequences one slice
         """
         ...
 
-    def mlp(
-        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
+    def mlp(self, layer: int, hidden: Tensor, attended: Tensor, run: SliceRun) -> int:
         """Output projection, residual, norm, gated MLP, residual; `hidden` is overwritten.
-        Returns how many slices ran, at least one.
+        Returns how many slices ran.
 
         hidden: [num_rows, hidden]; attended: [num_rows, q_size]
-        ends, interrupt: as above
         """
         ...
 

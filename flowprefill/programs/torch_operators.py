@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowprefill.interrupt import Interrupt
 from flowprefill.kv.cache import KVCache
 from flowprefill.ops.attention import paged_attention, query_scale
 from flowprefill.ops.linear import Linear
@@ -15,7 +14,7 @@ from flowprefill.ops.mlp import silu_and_mul
 from flowprefill.ops.rmsnorm import rmsnorm
 from flowprefill.ops.rope import RotaryTable
 from flowprefill.programs.model_spec import ModelSpec
-from flowprefill.programs.operators import Attended, Ends, Rows
+from flowprefill.programs.operators import Attended, Rows, SliceRun
 from flowprefill.programs.rope_frequencies import rope_frequencies
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
 
@@ -69,10 +68,8 @@ class TorchOperators:
         self.cache.write(layer, rows.slots, k, v.view(-1, spec.num_kv_heads, spec.head_dim))
         q.copy_(heads.mul(self._query_scale).reshape(-1, spec.q_size))
 
-    def attention(
-        self, layer: int, q: Tensor, attended: Attended, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
-        self._attend(layer, q[: ends[0]], attended)
+    def attention(self, layer: int, q: Tensor, attended: Attended, run: SliceRun) -> int:
+        self._attend(layer, q[: run.ends[0]], attended)
         return 1
 
     def _attend(self, layer: int, q: Tensor, attended: Attended) -> None:
@@ -88,10 +85,9 @@ class TorchOperators:
         )
         per_seq[order] = out
 
-    def mlp(
-        self, layer: int, hidden: Tensor, attended: Tensor, ends: Ends, interrupt: Interrupt | None
-    ) -> int:
-        self._feed_forward(layer, hidden[: ends[0]], attended[: ends[0]])
+    def mlp(self, layer: int, hidden: Tensor, attended: Tensor, run: SliceRun) -> int:
+        num_rows = run.ends[0]
+        self._feed_forward(layer, hidden[:num_rows], attended[:num_rows])
         return 1
 
     def _feed_forward(self, layer: int, hidden: Tensor, attended: Tensor) -> None:

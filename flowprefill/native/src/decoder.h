@@ -103,9 +103,10 @@ class Decoder {
 
   // The same for one sequence, in slices (slices.h). Returns how many ran.
   int attention_slices(const LayerPointers& layer, Element* q, const int64_t* table, int64_t first,
-                       const int32_t* ends, int num_slices, const Interrupt* interrupt) {
+                       const int32_t* ends, int num_slices, Interrupt* interrupt,
+                       bool may_leave) {
     const auto block_rows = [](int rows) { return std::min(rows, ATTENTION_ROWS); };
-    Slices slices(ends, num_slices, interrupt, shape_.num_kv_heads, block_rows);
+    Slices slices(ends, num_slices, interrupt, may_leave, shape_.num_kv_heads, block_rows);
     threads_.run([&](int member) {
       for (Piece piece; slices.take(piece);)
         attend_rows(member, layer, q, table, first, piece.part, piece.start, piece.rows);
@@ -116,7 +117,7 @@ class Decoder {
   // Attention output and residual stream -> residual stream behind the layer, in place, in slices
   // (slices.h). Returns how many ran.
   int mlp(const LayerPointers& layer, Element* hidden, const Element* attended,
-          const int32_t* ends, int num_slices, const Interrupt* interrupt) {
+          const int32_t* ends, int num_slices, Interrupt* interrupt, bool may_leave) {
     int num_wide = 0;  // slices that go by rows
     for (int start = 0; num_wide < num_slices && is_by_rows(ends[num_wide] - start); ++num_wide)
       start = ends[num_wide];
@@ -127,7 +128,7 @@ class Decoder {
       return 1;
     }
     const auto rows_each = [&](int rows) { return block_rows(rows); };
-    Slices slices(ends, num_wide, interrupt, 1, rows_each);
+    Slices slices(ends, num_wide, interrupt, may_leave, 1, rows_each);
     threads_.run([&](int member) {
       Team alone;
       for (Piece piece; slices.take(piece);) {

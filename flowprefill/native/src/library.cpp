@@ -15,9 +15,9 @@ class AnyDecoder {
   virtual void attention(const LayerPointers&, void* q, const int64_t* const* tables,
                          const int64_t* first, int num_seqs, int num_rows) = 0;
   virtual int attention_slices(const LayerPointers&, void* q, const int64_t* table, int64_t first,
-                               const int32_t* ends, int num_slices, const Interrupt*) = 0;
+                               const int32_t* ends, int num_slices, Interrupt*, bool may_leave) = 0;
   virtual int mlp(const LayerPointers&, void* hidden, const void* attended, const int32_t* ends,
-                  int num_slices, const Interrupt*) = 0;
+                  int num_slices, Interrupt*, bool may_leave) = 0;
   virtual void layers(const LayerPointers* const*, int num_layers, void* hidden, void* q,
                       const int64_t* positions, const int64_t* slots,
                       const int64_t* const* tables, const int64_t* first, int num_seqs) = 0;
@@ -38,12 +38,14 @@ class DecoderOf final : public AnyDecoder {
     decoder_.attention(layer, out(q), tables, first, num_seqs, num_rows);
   }
   int attention_slices(const LayerPointers& layer, void* q, const int64_t* table, int64_t first,
-                       const int32_t* ends, int num_slices, const Interrupt* interrupt) override {
-    return decoder_.attention_slices(layer, out(q), table, first, ends, num_slices, interrupt);
+                       const int32_t* ends, int num_slices, Interrupt* interrupt,
+                       bool may_leave) override {
+    return decoder_.attention_slices(layer, out(q), table, first, ends, num_slices, interrupt,
+                                     may_leave);
   }
   int mlp(const LayerPointers& layer, void* hidden, const void* attended, const int32_t* ends,
-          int num_slices, const Interrupt* interrupt) override {
-    return decoder_.mlp(layer, out(hidden), in(attended), ends, num_slices, interrupt);
+          int num_slices, Interrupt* interrupt, bool may_leave) override {
+    return decoder_.mlp(layer, out(hidden), in(attended), ends, num_slices, interrupt, may_leave);
   }
   void layers(const LayerPointers* const* layers, int num_layers, void* hidden, void* q,
               const int64_t* positions, const int64_t* slots, const int64_t* const* tables,
@@ -93,14 +95,15 @@ void flowprefill_attention(AnyDecoder* decoder, const LayerPointers* layer, void
 
 int flowprefill_attention_slices(AnyDecoder* decoder, const LayerPointers* layer, void* q,
                                  const int64_t* table, int64_t first, const int32_t* ends,
-                                 int num_slices, const Interrupt* interrupt) {
-  return decoder->attention_slices(*layer, q, table, first, ends, num_slices, interrupt);
+                                 int num_slices, Interrupt* interrupt, int may_leave) {
+  return decoder->attention_slices(*layer, q, table, first, ends, num_slices, interrupt,
+                                   may_leave);
 }
 
 int flowprefill_mlp(AnyDecoder* decoder, const LayerPointers* layer, void* hidden,
                     const void* attended, const int32_t* ends, int num_slices,
-                    const Interrupt* interrupt) {
-  return decoder->mlp(*layer, hidden, attended, ends, num_slices, interrupt);
+                    Interrupt* interrupt, int may_leave) {
+  return decoder->mlp(*layer, hidden, attended, ends, num_slices, interrupt, may_leave);
 }
 
 void flowprefill_layers(AnyDecoder* decoder, const LayerPointers* const* layers, int num_layers,

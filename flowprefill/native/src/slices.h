@@ -17,6 +17,7 @@ namespace flowprefill {
 struct Interrupt {
   std::atomic<uint32_t> is_raised;
   double leave_s;  // CLOCK_MONOTONIC
+  std::atomic<uint64_t> num_more;  // slices that began behind the first one of a call
 
   bool is_due() const {
     timespec now;
@@ -35,10 +36,11 @@ class Slices {
  public:
   // Slices of consecutive rows from 0 on; ends[i]: where slice i ends.
   // block_rows(rows of a slice) -> rows of a piece; each has `parts` parts, handed out one by one.
-  // interrupt: null = all run
-  Slices(const int32_t* ends, int count, const Interrupt* interrupt, int parts,
+  // may_leave: stop at a slice's end once the interrupt, which may be null, is due
+  Slices(const int32_t* ends, int count, Interrupt* interrupt, bool may_leave, int parts,
          const BlockRows& block_rows)
-      : ends_(ends), count_(count), interrupt_(interrupt), parts_(parts), block_rows_(block_rows) {}
+      : ends_(ends), count_(count), interrupt_(interrupt), may_leave_(may_leave), parts_(parts),
+        block_rows_(block_rows) {}
 
   // The next piece; false if there is none. From any thread.
   bool take(Piece& piece) {
@@ -57,9 +59,10 @@ class Slices {
 
  private:
   bool begin_next() {
-    const bool must_stop = num_begun_ > 0 && interrupt_ && interrupt_->is_due();
-    if (must_stop) count_ = num_begun_;  // for all threads
+    const bool is_more = num_begun_ > 0 && interrupt_;
+    if (is_more && may_leave_ && interrupt_->is_due()) count_ = num_begun_;  // for all threads
     if (num_begun_ == count_) return false;
+    if (is_more) interrupt_->num_more.fetch_add(1);
     end_ = ends_[num_begun_++];
     rows_each_ = block_rows_(end_ - row_);
     return true;
@@ -67,7 +70,8 @@ class Slices {
 
   const int32_t* ends_;
   int count_;
-  const Interrupt* interrupt_;
+  Interrupt* const interrupt_;
+  const bool may_leave_;
   const int parts_;
   const BlockRows& block_rows_;
   std::mutex mutex_;

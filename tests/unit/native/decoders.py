@@ -14,7 +14,7 @@ from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.native_operators import NativeOperators
-from flowprefill.programs.operators import Attended, Operators, Rows, slice_ends
+from flowprefill.programs.operators import Attended, Operators, Rows, SliceRun, slice_ends
 from flowprefill.programs.torch_operators import TorchOperators
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
 from tests.native_kernels import require_native
@@ -123,12 +123,12 @@ class Decoder:
 
     def attention(self, q: Tensor, attended: Attended) -> Tensor:
         out = q.clone()
-        self.operators.attention(LAYER, out, attended, slice_ends([len(q)]), None)
+        self.operators.attention(LAYER, out, attended, SliceRun(slice_ends([len(q)])))
         return out
 
     def mlp(self, hidden: Tensor, attended: Tensor) -> Tensor:
         out = hidden.clone()
-        self.operators.mlp(LAYER, out, attended, slice_ends([len(hidden)]), None)
+        self.operators.mlp(LAYER, out, attended, SliceRun(slice_ends([len(hidden)])))
         return out
 
     def layer(self, hidden: Tensor, rows: Rows, attended: Attended) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flowprefill.clock import MonotonicClock
 from flowprefill.interrupt import Interrupt
-from flowprefill.programs.operators import slice_ends
+from flowprefill.programs.operators import SliceRun, slice_ends
 from tests.unit.native.decoders import LAYER, Decoder, make_decoder, make_spec, random_hidden
 
 NUM_ROWS = 660
@@ -36,10 +36,12 @@ def work(request: pytest.FixtureRequest, decoder: Decoder) -> tuple[Tensor, Run]
     attended = decoder.attended([0], [0])
 
     def attention(rows: Tensor, ends: Sequence[int], interrupt: Interrupt | None) -> int:
-        return decoder.operators.attention(LAYER, rows, attended, slice_ends(ends), interrupt)
+        run = SliceRun(slice_ends(ends), interrupt, may_leave=True)
+        return decoder.operators.attention(LAYER, rows, attended, run)
 
     def mlp(rows: Tensor, ends: Sequence[int], interrupt: Interrupt | None) -> int:
-        return decoder.operators.mlp(LAYER, rows, q, slice_ends(ends), interrupt)
+        run = SliceRun(slice_ends(ends), interrupt, may_leave=True)
+        return decoder.operators.mlp(LAYER, rows, q, run)
 
     return (q, attention) if request.param == "attention" else (hidden, mlp)
 
@@ -98,3 +100,13 @@ def test_raised_meanwhile_it_ends_between_two_slices(work: tuple[Tensor, Run]) -
         timer.join()
         end = ends[num_run - 1]
         assert torch.equal(out[:end], whole[:end]) and torch.equal(out[end:], rows[end:])
+
+
+def test_every_slice_behind_the_first_is_counted_as_it_begins(work: tuple[Tensor, Run]) -> None:
+    rows, run = work
+    interrupt = Interrupt(MonotonicClock())
+    num_run = run(rows.clone(), ENDS, interrupt)
+    assert interrupt.num_more_slices == num_run - 1
+    interrupt.raise_now()
+    assert run(rows.clone(), ENDS, interrupt) == 1
+    assert interrupt.num_more_slices == num_run - 1

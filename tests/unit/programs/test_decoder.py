@@ -222,6 +222,7 @@ class TestSeveralSlicesInACall:
         assert len(together) == 2 * a_layer + 4 + 1 < len(one_by_one)
         num_boundaries = len(together) - 1 if granularity == "tile" else sum(one_by_one)
         assert sum(together) == num_boundaries
+        assert len(together) + interrupt.num_more_slices == len(one_by_one)
 
     def test_raised_it_is_one_slice_a_call_where_the_task_may_be_left(
         self, runner: Runner, interrupt: Interrupt
