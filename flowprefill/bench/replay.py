@@ -122,11 +122,11 @@ def run(
         trace, start, requests, rate_scale, length_scale, slo_scale, max_input_tokens,
         max_output_tokens, output_tokens, spread_ticks, new_tokens_only,
     )  # fmt: skip
-    plan = read_plan(options)
-    if plan.num_dropped:
-        typer.echo(f"left out: {plan.num_dropped} failed requests of the trace", err=True)
-    sender = _Sender(target, url, model, send_slo, timeout_s)
     try:
+        plan = read_plan(options)
+        if plan.num_dropped:
+            typer.echo(f"left out: {plan.num_dropped} failed requests of the trace", err=True)
+        sender = _Sender(target, url, model, send_slo, timeout_s)
         ended = asyncio.run(sender.run(plan.requests, find_tokenizer(model, tokenizer), seed))
     except KeyboardInterrupt:  # before the first request
         raise typer.Exit(128 + signal.SIGINT) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic
 
 from flowprefill.replay.errors import TargetError
@@ -21,7 +21,8 @@ _LEAD_S = 0.05
 class _Answer:
     """An answer in the making."""
 
-    token_s: list[float]
+    sent_s: float
+    token_s: list[float] = field(default_factory=list)
     num_input_tokens: int | None = None
 
     def add(self, part: Part, now_s: float) -> None:
@@ -101,10 +102,9 @@ class Replayer(Generic[Message]):
         return self._loop.time() - self._origin_s
 
     async def _send(self, planned: PlannedRequest, message: Message) -> None:
-        sent_s = self._now_s()
         self.num_sent += 1
         self._on_change()
-        answer = _Answer([])
+        answer = _Answer(self._now_s())
         error = None
         try:
             await asyncio.wait_for(self._receive(message, answer), self._timeout_s)
@@ -115,7 +115,7 @@ class Replayer(Generic[Message]):
         self.records.append(
             ReplayRecord(
                 planned,
-                sent_s,
+                answer.sent_s,
                 tuple(answer.token_s),
                 error,
                 self._now_s(),
@@ -125,5 +125,6 @@ class Replayer(Generic[Message]):
         self._on_change()
 
     async def _receive(self, message: Message, answer: _Answer) -> None:
+        answer.sent_s = self._now_s()  # wait_for may have let others go first
         async for part in self._target.send(message):
             answer.add(part, self._now_s())

@@ -178,6 +178,24 @@ def test_interrupted_it_writes_what_is_complete(tmp_path: Path) -> None:
     assert (result["num_requests"], result["num_planned"]) == (1, 3)
 
 
+def test_interrupted_while_prompts_are_made_it_ends_at_once(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path, *["0,text,8000,2"] * 5000)  # a minute's work
+    with sse_server(openai_answer) as peer:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "flowprefill"), *arguments(trace, peer.url)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert peer.was_asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not peer.requests
+
+
 def test_what_cannot_work_is_said_before_anything_is_sent(tmp_path: Path) -> None:
     trace = write_trace(tmp_path, "0,text,30,1")
     with sse_server(openai_answer) as peer:

@@ -21,6 +21,8 @@ class Peer:
     url: str
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Path and body of each POST."""
+    was_asked: threading.Event = field(default_factory=threading.Event)
+    """Set by the first GET."""
 
 
 @contextlib.contextmanager
@@ -33,6 +35,7 @@ def sse_server(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            peer.was_asked.set()
             self.send_response(200 if is_ready else 400)
             self.end_headers()
 

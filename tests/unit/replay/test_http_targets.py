@@ -194,3 +194,19 @@ def test_a_triton_model_that_is_not_ready_is_no_target() -> None:
         pytest.raises(ReplayError, match="m: the model is not ready"),
     ):
         asyncio.run(main(peer.url))
+
+
+def test_over_grpc_too_objectives_and_exact_lengths_are_asked_for() -> None:
+    async def main() -> dict[str, Any]:
+        target = GrpcTarget("127.0.0.1:1", "m")
+        message = target.prepare(PLANNED, PROMPT)
+        await target.close()
+        assert message.prompt == PROMPT
+        return message.arguments
+
+    assert asyncio.run(main()) == {
+        "max_tokens": 2,
+        "ttft_slo_ms": 250.0,
+        "tbt_slo_ms": 100.0,
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+    }
