@@ -38,6 +38,17 @@ def run(
         bool,
         typer.Option("--validate", help="Compare with the engine on this machine, in real time."),
     ] = False,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for pictures of a sweep over loads and objectives, a few named cells "
+            "unless policies or granularities are given."
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of the first run, slice by slice, for ui.perfetto.dev."),
+    ] = None,
     policies: Annotated[
         str | None, typer.Option(help="Separated by commas; default s-edf, in a table all.")
     ] = None,
@@ -99,6 +110,7 @@ def run(
     --load is fixed; a table searches the highest load, and uses the fixed one for the tightest
     objectives and for mean TTFT. --model-json is that of --device this-cpu.
     """
+    from flowprefill.bench import simulate_plots
     from flowprefill.bench.simulate_cluster import ClusterPlan
     from flowprefill.bench.simulate_plan import THIS_CPU, Plan, gpu_platform
     from flowprefill.simulator.data_sheets import MODELS
@@ -115,7 +127,7 @@ def run(
         traces=tuple(trace),
         policies=_split(policies, POLICIES if table else ("s-edf",)),
         granularities=_split(granularities, GRANULARITIES if table else ("tile",)),
-        num_seeds=seeds if table else 1,
+        num_seeds=seeds if table or plots else 1,
         num_requests=requests or (60 if validate else 1000),
         error=error,
         max_output_tokens=output_tokens,
@@ -125,14 +137,19 @@ def run(
         length_scale=1 / (length_divisor or (CPU_LENGTH_DIVISOR if is_cpu else 1.0)),
     )
     cluster = ClusterPlan(replicas, router)
-    _check(plan, table, cluster)
+    _check_modes(table, validate, plots, timeline, cluster)
+    _check(plan, table or plots is not None, cluster)
     started_s = time.perf_counter()
     if validate:
         from flowprefill.bench import simulate_validate
 
         results = simulate_validate.run(plan, config, all_loads, seed)
+    elif plots is not None:
+        results = simulate_plots.run(plan, bool(policies or granularities), plots)
     else:
         results = _simulate(plan, table, cluster, slo_scale)
+        if timeline is not None:
+            simulate_plots.write_timeline(plan, slo_scale, timeline)
     counts = {
         "num_requests": plan.num_requests,
         "wall_s": round(time.perf_counter() - started_s, 3),
@@ -173,6 +190,20 @@ def _loads(text: str) -> list[float]:
     if not all(0 < load < math.inf for load in loads):
         raise ConfigError(f"--loads {text}: must be finite and > 0")
     return loads
+
+
+def _check_modes(
+    table: bool, validate: bool, plots: Path | None, timeline: Path | None, cluster: ClusterPlan
+) -> None:
+    """Refuse modes that exclude each other."""
+    from flowprefill.bench.simulate_plots import check_plots
+
+    if plots is not None:
+        check_plots(plots)
+        if table or validate or cluster.num_replicas > 1:
+            raise ConfigError("--plots has runs of its own: no --table, --validate, --replicas")
+    if timeline is not None and (table or validate or plots or cluster.num_replicas > 1):
+        raise ConfigError("--timeline is of one run on one replica: no other mode beside it")
 
 
 def _check(plan: Plan, table: bool, cluster: ClusterPlan) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from flowprefill.bench.simulate_plan import Plan, take_window
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
+from flowprefill.simulator.least_work import offline_bound_on
+from flowprefill.simulator.platform import Platform
 from flowprefill.simulator.replay import Replay, Setup, at_load
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def run(plan: Plan, slo_scale: float) -> dict[str, Any]:
                 replay = Replay(requests, setup, slo_scale, objectives=found.objectives).run_all()
                 names = {"trace": path.stem, "policy": policy, "granularity": kind}
                 figures = {"slo_scale": slo_scale, **describe_replay(replay)}
+                figures |= describe_bound(replay, plan.platform)
                 wall_s = round(time.perf_counter() - started_s, 3)
                 counts = {"num_requests": len(requests), "wall_s": wall_s}
                 runs.append({**names, **figures, **counts})
@@ -66,6 +69,14 @@ def describe_replay(replay: Replay) -> dict[str, Any]:
     }
 
 
+def describe_bound(replay: Replay, platform: Platform) -> dict[str, Any]:
+    """How many requests any schedule could have served in time at most, and the run's share."""
+    bound = offline_bound_on(platform, [record.arrival for record in replay.records.values()])
+    num_on_time = round(replay.attainment * len(replay.records))
+    share = round(num_on_time / bound, 4) if bound else None
+    return {"offline_bound": bound, "offline_bound_fraction": share}
+
+
 def runs_table(runs: list[dict[str, Any]], load: float) -> Table:
     """Who was on time, and how often the scheduler acted."""
     from rich.table import Table
@@ -73,7 +84,7 @@ def runs_table(runs: list[dict[str, Any]], load: float) -> Table:
     table = Table(title=f"load {load:g}: share on time, TTFT in seconds")
     for heading in ("trace", "policy", "boundaries"):
         table.add_column(heading)
-    for heading in ("on time", "by class", "p50", "p99", "preemptions", "decisions"):
+    for heading in ("on time", "of bound", "by class", "p50", "p99", "preemptions", "decisions"):
         table.add_column(heading, justify="right")
     for run in runs:
         by_class = " ".join(f"{k} {v:.2f}" for k, v in run["attainment_by_class"].items())
@@ -82,6 +93,7 @@ def runs_table(runs: list[dict[str, Any]], load: float) -> Table:
             run["policy"],
             run["granularity"],
             f"{run['attainment']:.3f}",
+            _share_text(run.get("offline_bound_fraction")),
             by_class,
             f"{run['ttft_p50_s']:.3f}",
             f"{run['ttft_p99_s']:.3f}",
@@ -89,3 +101,7 @@ def runs_table(runs: list[dict[str, Any]], load: float) -> Table:
             str(run["decisions"]),
         )
     return table
+
+
+def _share_text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3f}"

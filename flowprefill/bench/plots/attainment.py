@@ -47,7 +47,8 @@ def rate_figure(
     axes.set_xlabel("offered load, prefill seconds per second (1 = device just busy)")
     axes.set_xlim(left=0)
     top = axes.secondary_xaxis(
-        "top", functions=(
+        "top",
+        functions=(
             lambda load: np.asarray(load) * rate_at_load_1,
             lambda rate: np.asarray(rate) / rate_at_load_1,
         ),
@@ -65,7 +66,7 @@ def scale_figure(
     axes = figure.subplots()
     _draw(axes, curves, bound, target)
     axes.set_xscale("log")
-    log_axis(axes.xaxis)
+    log_axis(axes.xaxis, base=2)
     axes.set_xlabel("scale of all TTFT objectives (below 1: tighter)")
     _finish(figure, axes, title)
     return figure
@@ -102,5 +103,5 @@ def _finish(figure: Figure, axes: Axes, title: str) -> None:
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.grid(alpha=0.25)
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=10)
     legend_beside(figure, axes)

@@ -15,11 +15,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 SIZE = (8.0, 4.5)
 """Inches; readable at 800 pixels."""
-DPI = 130
+DPI = 110
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 """Okabe and Ito: told apart with any colour vision."""
 MARKERS = "osD^vPX*"
-DASHES = ("-", "--", "-.", ":")
+DASHES = ("-", (0, (5, 2)), (0, (5, 1, 1, 1)))
 
 
 def new_figure(size: tuple[float, float] = SIZE) -> Figure:
@@ -28,12 +28,13 @@ def new_figure(size: tuple[float, float] = SIZE) -> Figure:
 
 
 def cell_styles(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-    """Line styles by cell: another colour and marker for each, so that they differ in grey too."""
+    """Line styles by cell: another colour and marker for each, so that they differ in grey too;
+    neighbours have other dashes, so that a line shows below another one."""
     return {
         name: {
             "color": PALETTE[index % len(PALETTE)],
             "marker": MARKERS[index % len(MARKERS)],
-            "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
+            "linestyle": DASHES[index % len(DASHES)],
             "markersize": 4,
             "linewidth": 1.5,
         }
@@ -41,15 +42,15 @@ def cell_styles(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
     }
 
 
-def legend_beside(figure: Figure, axes: Axes, title: str | None = None) -> None:
+def legend_beside(figure: Figure, axes: Axes) -> None:
     """The legend right of the axes, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", title=title, frameon=False)
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, handlelength=3.5)
 
 
-def log_axis(axis: Any) -> None:
-    """Ticks at 1, 2 and 5 of each decade, written as plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+def log_axis(axis: Any, base: float = 10.0, subs: Sequence[float] = (1.0,)) -> None:
+    """Ticks at these multiples of the powers of `base`, written as plain numbers."""
+    axis.set_major_locator(LogLocator(base=base, subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -18,6 +18,8 @@ from flowprefill.bench.plots.style import cell_styles, log_axis, new_figure
 MIN_TTFT_S = 1e-4
 """What is quicker is drawn there: the axis is logarithmic."""
 _NUM_COLUMNS = 2
+_MAX_RANGE = 5e3
+"""Of times on one axis, up to which there is room for two ticks per decade."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,24 @@ class ClassTtfts:
 def ttft_figure(classes: Sequence[ClassTtfts], *, title: str) -> Figure:
     """Share of the requests whose first token came within a time; objectives as upright lines."""
     num_rows = math.ceil(len(classes) / _NUM_COLUMNS)
-    figure = new_figure((8.0, 1.2 + 2.4 * num_rows))
-    grid = figure.subplots(num_rows, min(len(classes), _NUM_COLUMNS), sharey=True, squeeze=False)
+    figure = new_figure((8.0, 1.5 + 2.2 * num_rows))
+    num_columns = min(len(classes), _NUM_COLUMNS)
+    grid = figure.subplots(num_rows, num_columns, sharex=True, sharey=True, squeeze=False)
     panels = list(grid.flat)
     styles = cell_styles(list(classes[0].ttft_s))
     for axes, one in zip(panels, classes, strict=False):
         _draw(axes, one, {name: {**style, "marker": ""} for name, style in styles.items()})
+    low, high = panels[0].get_xlim()
+    log_axis(panels[0].xaxis, subs=(1.0, 3.0) if high < _MAX_RANGE * low else (1.0,))  # shared
     for axes in panels[len(classes) :]:
         axes.set_visible(False)
-    figure.supxlabel("time to first token, seconds", fontsize=10)
-    figure.supylabel("requests", fontsize=10)
-    figure.suptitle(title, fontsize=11)
+    for axes in panels[: len(classes)][-num_columns:]:
+        axes.set_xlabel("time to first token, seconds")
+    figure.supylabel("share of the requests", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     handles, labels = _handles(panels[: len(classes)])
-    figure.legend(handles, labels, loc="outside right upper", frameon=False)
+    columns = min(len(labels), 4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
     return figure
 
 
@@ -59,7 +66,7 @@ def _draw(axes: Axes, one: ClassTtfts, styles: Mapping[str, dict[str, Any]]) -> 
     if one.objective_s:
         axes.axvline(one.objective_s, color="black", linewidth=1, label="objective")
     axes.set_xscale("log")
-    log_axis(axes.xaxis)
+    axes.tick_params(labelbottom=True)
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.grid(alpha=0.25)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -36,13 +38,27 @@ def check_nothing_overlaps(figure: Figure) -> None:
     canvas = figure.bbox
     (legend,) = figure.legends
     covered = legend.get_window_extent()
+    texts = [text for text in figure.texts if text.get_text()]
+    for part in (*texts, *(axes for axes in figure.axes if axes.get_visible())):
+        assert not covered.overlaps(part.get_tightbbox())
     for axes in figure.axes:
-        if axes.get_visible():
-            assert not covered.overlaps(axes.get_tightbbox())
+        check_ticks_do_not_touch(axes)
     for part in (*figure.legends, *(axes for axes in figure.axes if axes.get_visible())):
         box = part.get_tightbbox()
         assert canvas.x0 <= box.x0 and box.x1 <= canvas.x1
         assert canvas.y0 <= box.y0 and box.y1 <= canvas.y1
+
+
+def check_ticks_do_not_touch(axes: Axes) -> None:
+    low, high = axes.get_xlim()
+    labels = [
+        label.get_window_extent()
+        for position, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+        if low <= position <= high and label.get_text()
+    ]
+    assert labels
+    for left, right in itertools.pairwise(sorted(labels, key=lambda box: box.x0)):
+        assert left.x1 < right.x0
 
 
 def test_attainment_against_rate_shows_all_cells_the_bound_and_the_target() -> None:
@@ -73,7 +89,8 @@ def test_the_upper_axis_counts_requests_per_second() -> None:
 
 
 def test_attainment_against_scale_is_logarithmic_with_plain_numbers() -> None:
-    figure = scale_figure([FCFS, SEDF], title="a trace")
+    title = "qwentrace_like_synthetic_10min\nLlama-3.1-8B on A800-80GB, simulated, load 0.7"
+    figure = scale_figure([FCFS, SEDF], title=title)
     axes = figure.axes[0]
     assert axes.get_xscale() == "log"
     assert "scale of all TTFT objectives" in axes.get_xlabel()
@@ -100,7 +117,8 @@ def test_cells_differ_by_colour_and_by_marker() -> None:
 
 
 def test_ttft_has_a_panel_per_class_with_its_objective() -> None:
-    figure = ttft_figure(CLASSES, title="a trace at load 1")
+    title = "qwentrace_like_synthetic_10min\nLlama-3.1-8B on A800-80GB, simulated, load 0.7"
+    figure = ttft_figure(CLASSES, title=title)
     panels = [axes for axes in figure.axes if axes.get_visible()]
     titles = [axes.get_title() for axes in panels]
     assert titles == [
@@ -109,7 +127,9 @@ def test_ttft_has_a_panel_per_class_with_its_objective() -> None:
         "image: 1 requests, objective 0.5 s",
     ]
     assert legend_labels(figure) == ["fcfs/whole", "s-edf/tile", "objective"]
-    assert figure.get_supxlabel() == "time to first token, seconds"
+    labels = [axes.get_xlabel() for axes in panels]
+    assert labels == ["", *2 * ["time to first token, seconds"]]
+    assert figure.get_supylabel() == "share of the requests"
     assert all(axes.get_xscale() == "log" and axes.get_ylim() == (0, 1.02) for axes in panels)
     text = panels[0].get_lines()
     assert list(text[-1].get_xdata()) == [0.25, 0.25]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flowprefill.bench.simulate_plan import take_window
 from flowprefill.bench.simulate_table import (
     MEASURES,
     Cell,
@@ -19,7 +20,9 @@ from flowprefill.bench.simulate_table import (
     paired_interval,
 )
 from flowprefill.cli import app
-from flowprefill.errors import ConfigError
+from flowprefill.errors import ConfigError, FlowPrefillError
+from flowprefill.granularity import Granularity
+from flowprefill.simulator.replay import Replay, Setup, at_load
 from flowprefill.workload import TraceError
 
 TRACES = Path(__file__).parents[3] / "clients" / "traces"
@@ -138,3 +141,72 @@ def test_cells_are_compared_with_the_best_chunk_of_their_policy(
     assert found["fcfs"]["op"]["vs_best_chunk"] is None
     assert found["fcfs"]["op"]["vs_fcfs_whole"] == [0.0, 0.0, 0.0]
     assert differences({"edf": {"op": [1.0, 2.0]}}, False)["edf"]["op"]["vs_fcfs_whole"] is None
+
+
+def test_a_run_is_held_against_what_no_schedule_can_exceed() -> None:
+    arguments = ("--trace", QWEN, "--requests", 200, "--policies", "fcfs,goodput", "--load", 1.5)
+    fcfs, goodput = simulate(*arguments)["runs"]
+    assert fcfs["offline_bound"] == goodput["offline_bound"] < 200
+    for run in (fcfs, goodput):
+        on_time = run["attainment"] * 200
+        assert run["offline_bound_fraction"] == pytest.approx(
+            on_time / run["offline_bound"], abs=1e-3
+        )
+    assert fcfs["offline_bound_fraction"] < 0.5 < 0.85 < goodput["offline_bound_fraction"] <= 1
+
+
+def test_a_timeline_is_of_the_first_run(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    arguments = ("--trace", QWEN, "--requests", 30, "--policies", "s-edf,fcfs", "--load", 1)
+    sedf, _ = simulate(*arguments, "--timeline", path)["runs"]
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["policy"] == "s-edf"
+    bars = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2]
+    on_time = [e["name"] for e in bars if "on_time" in e["args"]]
+    assert len(on_time) == 30
+    assert on_time.count("on time") == round(sedf["attainment"] * 30)
+
+
+def test_plots_are_drawn_of_the_chosen_cells(tmp_path: Path) -> None:
+    arguments = ["--trace", QWEN, "--requests", 40, "--seeds", 2, "--plots", tmp_path / "plots"]
+    arguments += ["--policies", "fcfs,goodput", "--granularities", "tile", "--output-tokens", 1]
+    result = simulate(*arguments)
+    found = result["traces"][QWEN.stem]
+    assert found["pictures"] == [
+        f"{QWEN.stem}_{name}.png" for name in ("rate", "slo_scale", "ttft")
+    ]
+    assert sorted(found["pictures"]) == sorted(p.name for p in (tmp_path / "plots").iterdir())
+    by_load = found["attainment_by_load"]
+    assert by_load.keys() == {"fcfs/tile", "goodput/tile"}
+    for shares, loads in ((by_load, "loads"), (found["attainment_by_slo_scale"], "slo_scales")):
+        assert all(len(values) == len(result[loads]) for values in shares.values())
+    # The last load and the last scale, by the commands that run them alone.
+    alone = [
+        Replay(
+            at_load(take_window(plan, QWEN, seed).requests, result["loads"][-1]),
+            Setup("fcfs", Granularity("tile"), 0.2, seed),
+        ).run_all()
+        for plan in [Plan((QWEN,), ("fcfs",), ("tile",), 2, 40, 0.2, 1, 0.7)]
+        for seed in (0, 1)
+    ]
+    mean = sum(replay.attainment for replay in alone) / 2
+    assert by_load["fcfs/tile"][-1] == pytest.approx(mean, abs=1e-4)
+    for name, bound in (
+        ("attainment_by_load", "offline_bound_by_load"),
+        ("attainment_by_slo_scale", "offline_bound_by_slo_scale"),
+    ):
+        for values in found[name].values():
+            assert all(a <= b + 1e-9 for a, b in zip(values, found[bound], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plots", "pictures", "--table"], "--plots has runs of its own"),
+        (["--timeline", "t.json", "--replicas", "2"], "--timeline is of one run"),
+        (["--plots", str(QWEN)], "is no folder"),
+    ],
+)
+def test_modes_that_exclude_each_other_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(FlowPrefillError, match=message):
+        simulate("--trace", QWEN, *arguments)
