@@ -92,7 +92,7 @@ def test_a_trace_s_prompts_share_just_what_it_says(encode: Encode, maker: Prompt
 
 @given(st.integers(1, 5), st.integers(1, 16))
 def test_tokens_in_front_take_the_place_of_the_first_words(num_blocks: int, rest: int) -> None:
-    maker = PromptMaker(with_bos, seed=0)
+    maker = PromptMaker(with_bos, seed=1)  # with which no two blocks begin alike
     num_tokens = 16 * num_blocks + rest
     a = planned(num_tokens, tuple(range(num_blocks + 1)))
     b = planned(num_tokens, (*range(num_blocks), 99))
