@@ -1,0 +1,62 @@
+"""The load test, run as its users run it: against the real server, and how its own users behave."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowprefill.server import TritonServer
+from tests.e2e.locust_run import LocustRun, Meeting, grpc_stand_in, http_stand_in
+
+CLASSES = ("chat", "search", "document")
+NUM_USERS = {"Chat": 12, "Search": 8, "Document": 4}
+
+
+def test_both_protocols_run_without_failures(server: TritonServer, tmp_path: Path) -> None:
+    """At the same time, which spares time; with short documents and mild objectives."""
+    hosts = {"gRPC": server.grpc_url, "HTTP": f"http://{server.http_url}"}
+    runs = {}
+    for protocol, host in hosts.items():
+        directory = tmp_path / protocol
+        directory.mkdir()
+        runs[protocol] = LocustRun(directory, host, "-u", "3", "-r", "3", "-t", "20s",
+                                   "--prompt-scale", "0.3", "--slo-scale", "20")  # fmt: skip
+    for protocol, run in runs.items():
+        code, output = run.finish()
+        assert code == 0, output
+        assert run.table("failures") == []
+        rows = {(row["Type"], row["Name"]) for row in run.table("stats")}
+        # The last second of a run is in locust's printed table but not in its file.
+        printed = re.findall(rf"^{protocol} +(.+?) +(\d+) +0\(", output, re.MULTILINE)
+        counts = {name: int(count) for name, count in printed}
+        slo = {row["Class"]: row for row in run.table("slo")}
+        for name in CLASSES:
+            assert {(protocol, f"{name}{kind}") for kind in ("", " TTFT", " TBT")} <= rows
+            assert counts[f"{name} TTFT"] == counts[name] > 0
+            assert counts[f"{name} TBT"] >= 7 * counts[name]  # answers have 8 tokens or more
+            assert int(slo[name]["# Requests"]) == counts[name]
+            percent = r" +[\d.]+%"
+            row = rf"^ *{name} +{counts[name]} +0 +\d+{percent} +\d+{percent}{percent} +[\d.]+ *$"
+            assert re.search(row, output, re.MULTILINE), output  # the closing table
+        aggregated = sum(counts[name] for name in CLASSES)
+        assert re.search(rf"^ +Aggregated +{aggregated} +0\(", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("stand_in", [grpc_stand_in, http_stand_in])
+def test_users_run_concurrently_and_failures_keep_the_servers_words(
+    stand_in: Any, tmp_path: Path
+) -> None:
+    """Users who wait, more than gevent's pool has threads, do not hold up others' answers."""
+    num_users = str(sum(NUM_USERS.values()))
+    meeting = Meeting(NUM_USERS["Chat"] + NUM_USERS["Document"], NUM_USERS["Search"])
+    with stand_in(meeting) as host:
+        run = LocustRun(tmp_path, host, "-u", num_users, "-r", num_users, "-t", "4s")
+        code, output = run.finish()
+    assert meeting.has_met, output
+    assert code == 1  # search was refused
+    assert {(row["Name"], row["Error"]) for row in run.table("failures")} == {
+        ("search", "ServerError('INVALID_ARG: slo_class: no such class')")
+    }
