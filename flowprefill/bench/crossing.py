@@ -42,6 +42,14 @@ def next_load(curve: Curve, guess: float, target: float) -> float | None:
     return None
 
 
+def search(
+    measure_at: Callable[[float], None], curve: Callable[[], Curve], guess: float, target: float
+) -> None:
+    """Measure until two neighbours are known between which the target is crossed."""
+    while (load := next_load(curve(), guess, target)) is not None:
+        measure_at(load)
+
+
 def _index(load: float) -> int:
     return round(math.log(load) / math.log(STEP))
 

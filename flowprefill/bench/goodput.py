@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from flowprefill.bench.crossing import Curve
     from flowprefill.bench.goodput_plan import GoodputPlan
     from flowprefill.bench.goodput_runs import Cell, GoodputRuns, Outcome
-    from flowprefill.bench.objectives import SoloSeconds
     from flowprefill.config import EngineConfig
 
     Measure = Callable[[Sequence[Outcome]], float]
 
-TARGET = 0.9
 SCALE_LOAD = 0.7
 """Load at which the tightest objectives are searched."""
 
@@ -74,35 +72,40 @@ def run(
     """Measure the highest load with 90% on time, for several policies and granularities."""
     from rich.console import Console
 
-    from flowprefill.bench.goodput_plan import PlanOptions, make_plan
+    from flowprefill.bench.goodput_plan import make_plan
     from flowprefill.bench.goodput_report import make_tables, summarise
+    from flowprefill.bench.simulate_plan import Plan
+    from flowprefill.bench.this_cpu import this_cpu
 
     config = load_config(model_json, None)
-    options = PlanOptions(trace, windows, requests, 1 / length_divisor, output_tokens)
     names = tuple(cells.split(",")) if cells else ()
-    with bench_progress(0) as progress:
-        solo_s, max_tokens = _solo_times(config, progress)
-        plan = make_plan(options, names, solo_s, max_tokens - output_tokens, progress.describe)
-        results = measure(config, plan, slo_scales, seed, records, progress)
+    with bench_progress(None) as progress:
+        options = Plan(
+            traces=(trace,),
+            policies=(),
+            granularities=(),
+            num_seeds=windows,
+            num_requests=requests,
+            error=0.0,
+            max_output_tokens=output_tokens,
+            load=SCALE_LOAD,
+            platform=this_cpu(config, progress.show_loading),
+            model=None,
+            length_scale=1 / length_divisor,
+        )
+        plan = make_plan(options, names, progress.describe)
+        facts = {
+            "trace": trace.name,
+            "windows": windows,
+            "requests": requests,
+            "length_divisor": length_divisor,
+            "output_tokens": output_tokens,
+        }
+        results = measure(config, plan, slo_scales, seed, records, progress, key=f"{facts}")
     result = summarise(plan, results, seed)
     for table in make_tables(plan, result):
         Console(width=150).print(table)
-    print_json({**result, "run": {**describe_run(config, seed), **plan.facts}}, json_out)
-
-
-def _solo_times(config: EngineConfig, progress: BenchProgress) -> tuple[SoloSeconds, int]:
-    """What a prompt takes alone by the device's profile, and the tokens of the longest."""
-    from flowprefill.clock import MonotonicClock
-    from flowprefill.granularity import Granularity
-    from flowprefill.loading import load_model, profile_model
-    from flowprefill.predictor.fitted import FittedPredictor
-
-    model = load_model(config, progress.show_loading)
-    profile = profile_model(model, MonotonicClock(), progress.show_loading)
-    predictor = FittedPredictor.from_profile(
-        profile, model.spec.num_layers, model.program.limits, Granularity("tile")
-    )
-    return predictor.prefill_s, model.spec.max_position_embeddings
+    print_json({**result, "run": {**describe_run(config, seed), **facts}}, json_out)
 
 
 def measure(
@@ -112,8 +115,12 @@ def measure(
     seed: int,
     records: Path | None,
     progress: BenchProgress,
+    key: str,
 ) -> dict[Cell, CellResult]:
-    """Measure each cell near where it is expected to fail."""
+    """Measure each cell near where it is expected to fail.
+
+    key: of everything beside configuration and seed that outcomes in `records` depend on
+    """
     from flowprefill.bench.goodput_runs import (
         GoodputRuns,
         OutcomeStore,
@@ -124,8 +131,8 @@ def measure(
     )
 
     check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
-    store = OutcomeStore(records, key=f"{plan.facts} {config} {seed}")
-    runs = GoodputRuns(config, plan.windows, seed, progress, store)
+    store = OutcomeStore(records, key=f"{key} {config} {seed}")
+    runs = GoodputRuns(config, plan, seed, progress, store)
     try:
         results = {}
         for cell, guesses in plan.guesses.items():
@@ -144,37 +151,29 @@ def search_loads(
     runs: GoodputRuns, cell: Cell, guess: float, measure_of: Measure, result: CellResult
 ) -> None:
     """Measure loads on both sides of where 90% are on time, by that measure of attainment."""
-    from flowprefill.bench.crossing import snap
+    from flowprefill.bench.crossing import search, snap
+    from flowprefill.bench.goodput_plan import TARGET
     from flowprefill.bench.goodput_runs import Point
 
     def measure_at(load: float) -> None:
         result.by_load[load] = runs.measure(Point(cell, load))
 
-    search(measure_at, lambda: curve(result.by_load, measure_of), snap(guess))
+    search(measure_at, lambda: curve(result.by_load, measure_of), snap(guess), TARGET)
 
 
 def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
     """Measure objectives on both sides of the tightest that 90% meet."""
-    from flowprefill.bench.crossing import snap
+    from flowprefill.bench.crossing import search, snap
+    from flowprefill.bench.goodput_plan import TARGET
     from flowprefill.bench.goodput_runs import Point, attainment
 
     def measure_at(tightness: float) -> None:
         point = Point(cell, SCALE_LOAD, slo_scale=round(1 / tightness, 6))
         result.by_tightness[tightness] = runs.measure(point)
 
-    search(measure_at, lambda: curve(result.by_tightness, attainment), snap(1.0))
+    search(measure_at, lambda: curve(result.by_tightness, attainment), snap(1.0), TARGET)
 
 
 def curve(by_load: dict[float, list[Outcome]], measure_of: Measure) -> Curve:
     """Attainment by load, over all windows."""
     return {load: measure_of(outcomes) for load, outcomes in by_load.items()}
-
-
-def search(
-    measure_at: Callable[[float], None], curve_now: Callable[[], Curve], guess: float
-) -> None:
-    """Measure until two neighbours are known between which the target is crossed."""
-    from flowprefill.bench.crossing import next_load
-
-    while (load := next_load(curve_now(), guess, TARGET)) is not None:
-        measure_at(load)

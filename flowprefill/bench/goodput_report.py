@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowprefill.bench.crossing import bootstrap, crossing
-from flowprefill.bench.goodput import SCALE_LOAD, TARGET, CellResult
-from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
+from flowprefill.bench.goodput import SCALE_LOAD, CellResult
+from flowprefill.bench.goodput_plan import BASELINE, TARGET, GoodputPlan, common_chunk
 from flowprefill.bench.goodput_runs import (
     Cell,
     Outcome,
@@ -16,6 +16,8 @@ from flowprefill.bench.goodput_runs import (
 )
 from flowprefill.metrics import percentile
 from flowprefill.replay.records import MAX_SEND_LAG_S
+from flowprefill.simulator.least_work import offline_bound_on
+from flowprefill.simulator.replay import arrival_of, at_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,14 +61,8 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
         "best": best.name,
         **{name: with_interval(value) for name, value in ratios.items()},
         "cells": {cell.name: _points(result) for cell, result in results.items()},
-        "objectives": {
-            name: {
-                "ttft_s": round(_objective_s(plan, name), 4),
-                "a800_solo_s": round(scale.a800_solo_s, 4),
-                "our_solo_s": round(scale.our_solo_s, 4),
-            }
-            for name, scale in plan.scales.items()
-        },
+        "objectives_s": _objectives(plan),
+        "offline_bound_fraction": _bound_fraction(plan, results[best]),
         **_lags(results),
     }
 
@@ -172,11 +168,34 @@ def _lags(results: Results) -> dict[str, Any]:
     return {"send_lag_p99_ms": round(1000 * p99_s, 3), "void": p99_s > MAX_SEND_LAG_S}
 
 
-def _objective_s(plan: GoodputPlan, name: str) -> float:
-    """TTFT objective of the class's first request; those of a class are alike, or in proportion to
-    their lengths."""
-    goals = (goal for window in plan.windows for goal in window.objectives)
-    return next((goal.ttft_s for goal in goals if goal.name == name), 0.0)
+def _objectives(plan: GoodputPlan) -> dict[str, float]:
+    """TTFT objective of the first request of each class; those of a class are alike, or in
+    proportion to their lengths."""
+    goals = (goal for window in plan.windows for goal in reversed(window.objectives))
+    return dict(sorted((goal.name, round(goal.ttft_s, 4)) for goal in goals))
+
+
+def _bound_fraction(plan: GoodputPlan, result: CellResult) -> dict[str, float | None]:
+    """Requests on time over the most that any schedule could serve, by load."""
+    return {
+        f"{load:g}": _share_of_bound(plan, load, outcomes)
+        for load, outcomes in sorted(result.by_load.items())
+    }
+
+
+def _share_of_bound(plan: GoodputPlan, load: float, outcomes: Sequence[Outcome]) -> float | None:
+    total = 0
+    for window in plan.windows:
+        requests = at_load(window.requests, load, plan.platform)
+        arrivals = [
+            arrival_of(i, request, goal, plan.platform.block_tokens)
+            for i, (request, goal) in enumerate(zip(requests, window.objectives, strict=True))
+        ]
+        bound = offline_bound_on(plan.platform, arrivals)
+        if bound is None:
+            return None
+        total += bound
+    return round(sum(o.num_on_time for o in outcomes) / total, 4)
 
 
 def _scaled(values: Sequence[float], factor: float) -> list[float]:

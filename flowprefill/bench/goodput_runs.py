@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowprefill.bench.engine_replay import EngineReplayer
 from flowprefill.bench.progress import BenchProgress
@@ -20,7 +20,11 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine, scheduler_options
 from flowprefill.replay.plan import plan_replay
 from flowprefill.replay.records import ReplayRecord, by_class
-from flowprefill.workload import Objective, TraceRequest, scale_rate
+from flowprefill.simulator.replay import at_load
+
+if TYPE_CHECKING:
+    from flowprefill.bench.goodput_plan import GoodputPlan
+    from flowprefill.bench.simulate_plan import Window
 
 _FREE_KNOBS = frozenset({"policy", "granularity"})
 """What may differ between two cells."""
@@ -42,18 +46,6 @@ class Cell:
         """Of `policy/granularity`."""
         policy, _, granularity = name.partition("/")
         return Cell(policy, granularity)
-
-
-@dataclass(frozen=True)
-class Window:
-    """Consecutive requests of a trace at the rate that keeps the device just busy."""
-
-    requests: Sequence[TraceRequest]
-    objectives: Sequence[Objective]
-
-    def at(self, load: float, slo_scale: float) -> tuple[list[TraceRequest], list[Objective]]:
-        goals = [dataclasses.replace(o, ttft_s=o.ttft_s * slo_scale) for o in self.objectives]
-        return scale_rate(self.requests, load), goals
 
 
 @dataclass(frozen=True)
@@ -112,13 +104,13 @@ class GoodputRuns:
     def __init__(
         self,
         config: EngineConfig,
-        windows: Sequence[Window],
+        plan: GoodputPlan,
         seed: int,
         progress: BenchProgress,
         store: OutcomeStore,
     ) -> None:
         self._config = config
-        self._windows = windows
+        self._plan = plan
         self._seed = seed
         self._progress = progress
         self._store = store
@@ -128,7 +120,7 @@ class GoodputRuns:
         """The outcome of each window."""
         found = self._store.outcomes.get(point)
         if found is None:
-            found = [self._replay(point, window) for window in self._windows]
+            found = [self._replay(point, window) for window in self._plan.windows]
             self._store.add(point, found)
         return found
 
@@ -140,7 +132,9 @@ class GoodputRuns:
     def _replay(self, point: Point, window: Window) -> Outcome:
         self._progress.describe(f"{point.cell.name} at load {point.load:.3g}")
         engine, replayer = self._running(point.cell)
-        plan = plan_replay(*window.at(point.load, point.slo_scale))
+        requests = at_load(window.requests, point.load, self._plan.platform)
+        goals = [replace(o, ttft_s=o.ttft_s * point.slo_scale) for o in window.objectives]
+        plan = plan_replay(requests, goals)
         before = engine.stats()
         records = replayer.run(engine, plan, cut_idle=True)
         after = engine.stats()
@@ -181,7 +175,7 @@ def _figures(records: Sequence[ReplayRecord]) -> dict[str, Any]:
 
 def with_cell(config: EngineConfig, cell: Cell) -> EngineConfig:
     """The configuration of a cell."""
-    return dataclasses.replace(
+    return replace(
         config,
         policy=cell.policy,  # type: ignore[arg-type]
         granularity=cell.granularity,
@@ -229,12 +223,6 @@ class OutcomeStore:
             }
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-    def loads_of(self, cell: Cell, slo_scale: float = 1.0) -> Iterator[tuple[float, list[Outcome]]]:
-        """Loads at which the cell was measured."""
-        for point, outcomes in self.outcomes.items():
-            if point.cell == cell and point.slo_scale == slo_scale:
-                yield point.load, outcomes
 
 
 def _parse(line: str) -> tuple[Point, list[Outcome]]:

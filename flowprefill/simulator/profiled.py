@@ -12,12 +12,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from flowprefill.granularity import Granularity
+from flowprefill.predictor.features import FEATURE_NAMES
 from flowprefill.predictor.fitted import FittedPredictor, fit, fit_choice
 from flowprefill.predictor.profile import Profile
 from flowprefill.programs.slices import (
+    Group,
     PassPlan,
     Slice,
     SliceLimits,
@@ -74,6 +76,40 @@ class ProfiledCost:
         self.packed_prefill_s = self._predictor.packed_prefill_s
         self.decode_step_s = self._predictor.decode_step_s
         self._timeline = lru_cache(maxsize=_CACHED_TIMELINES)(self._compute_timeline)
+
+    def least_prefill_s(self, num_tokens: int, num_cached_tokens: int = 0) -> float:
+        """See LeastCost: what rows and keys cost where all else is shared or saved.
+
+        Of products the cheapest time per row of any slice; of attention what each row pays for
+        itself and for the keys that it sees; of what a pass pays once, a prompt's share of the
+        tokens of the longest pack.
+        """
+        times, num_rows = self._times, num_tokens - num_cached_tokens
+        attention, head = self._named("attention"), self._named("head")
+        # each row sees itself and all before it; tiles of keys make it more
+        row_keys = (num_tokens * (num_tokens + 1) - num_cached_tokens * (num_cached_tokens + 1)) / 2
+        attention_s = attention["row"] * num_rows + attention["row x key"] * row_keys
+        once_s = head[""] + times.choice[0] + times.overhead_s
+        return (
+            num_rows * self._least_products_s
+            + (times.num_layers - 1) * attention_s
+            + min(1.0, num_rows / self.saturation_tokens) * once_s
+            + head["key"] * num_tokens
+            + times.choice[1]
+        )
+
+    @cached_property
+    def _least_products_s(self) -> float:
+        """Of one row in all layers; the last one's MLP is the head's."""
+        cost, num_layers = self._predictor.profiled_s, self._times.num_layers
+        widths = range(1, self._times.limits.tile_rows + 1)
+        qkv_s = min(cost(Slice(Group.QKV, 0, n)) / n for n in widths)
+        mlp_s = min(cost(Slice(Group.MLP, 0, n)) / n for n in widths)
+        return num_layers * qkv_s + (num_layers - 1) * mlp_s
+
+    def _named(self, kind: str) -> dict[str, float]:
+        """Seconds per feature of a kind of slice."""
+        return dict(zip(FEATURE_NAMES[kind], dict(self._times.coefficients)[kind], strict=True))
 
     def timeline(self, prompts: Prompts, granularity: Granularity) -> Timeline:
         """See CostModel. Chunks are passes of one prompt; packed prompts are one pass."""

@@ -26,7 +26,6 @@ from flowprefill.bench.goodput_runs import (
     Outcome,
     OutcomeStore,
     Point,
-    Window,
     attainment,
     check_same_knobs,
     with_cell,
@@ -35,7 +34,7 @@ from flowprefill.bench.goodput_runs import (
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
-from flowprefill.workload import Objective, TraceRequest
+from flowprefill.workload import TraceRequest
 
 TARGET = 0.9
 
@@ -135,13 +134,6 @@ class TestOutcomes:
         windows = [outcome(text=(9, 10), file=(1, 2)), outcome(text=(30, 30))]
         assert attainment(windows) == 40 / 42
         assert worst_class_attainment(windows) == 0.5
-
-    def test_a_window_at_a_load_keeps_its_requests(self) -> None:
-        requests = [TraceRequest(t, "text", 10, 1) for t in (0.0, 2.0, 3.0)]
-        window = Window(requests, [Objective("text", 1.0, 0.1)] * 3)
-        scaled, goals = window.at(2.0, slo_scale=0.5)
-        assert [r.arrival_s for r in scaled] == [0.0, 1.0, 1.5]
-        assert [g.ttft_s for g in goals] == [0.5] * 3
 
     def test_the_store_gives_back_what_was_measured(self, tmp_path: Path) -> None:
         path = tmp_path / "deep" / "records.jsonl"

@@ -6,6 +6,8 @@ import itertools
 import pickle
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowprefill.granularity import Granularity
 from flowprefill.predictor.profile import Profile
@@ -160,3 +162,32 @@ def test_it_can_be_sent_to_other_processes() -> None:
     platform = ProfiledPlatform("this CPU", "tiny", TIMES, 16, 1000, 8192, SchedulerOptions())
     copy = pickle.loads(pickle.dumps(platform))
     assert copy == platform and hash(copy) == hash(platform)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 699)), min_size=1, max_size=6),
+    granularity=st.sampled_from([*GRANULARITIES, "chunk:7"]),
+)
+def test_no_way_to_prefill_takes_less_than_the_least(
+    prompts: list[tuple[int, int]], granularity: str
+) -> None:
+    """Alone, in any chunks, or packed as far as packs go."""
+    prompts = [(num_tokens, min(cached, num_tokens - 1)) for num_tokens, cached in prompts]
+    device, boundaries = cost(granularity), Granularity.parse(granularity)
+    for one in prompts:
+        assert 0 < device.least_prefill_s(*one) <= device.timeline([one], boundaries).total_s
+    pack: list[tuple[int, int]] = []
+    for num_tokens, cached in prompts:
+        num_packed = sum(n - c for n, c in pack) + num_tokens - cached
+        if num_packed <= boundaries.pack_tokens(device.saturation_tokens):
+            pack.append((num_tokens, cached))
+    if pack:
+        least_s = sum(device.least_prefill_s(*one) for one in pack)
+        assert least_s <= device.timeline(pack, boundaries).total_s
+
+
+def test_the_least_is_near_what_a_long_prompt_takes() -> None:
+    device = cost("whole")
+    assert device.least_prefill_s(1000) > 0.6 * device.prefill_s(1000)
+    assert device.least_prefill_s(1000, 900) < 0.2 * device.least_prefill_s(1000)
