@@ -10,7 +10,7 @@ import numpy as np
 
 from flowprefill.bench.crossing import bootstrap
 from flowprefill.bench.simulate_plan import Cell, Plan, take_window
-from flowprefill.simulator.measures import Measures
+from flowprefill.simulator.measures import Measures, max_load_of_any_schedule
 from flowprefill.simulator.replay import offered_load
 from flowprefill.workload import spread_ticks
 
@@ -39,7 +39,15 @@ def rates_and_ratios(plan: Plan, samples: Mapping[Cell, Measures]) -> dict[str, 
             cell: round(float(np.mean(np.multiply(found, rates))), 3)
             for cell, found in loads[measure].items()
         }
-    return {**result, **ratios(loads["max_load_90"])}
+    return {**result, **ratios(loads["max_load_90"]), "max_load_90_offline_bound": _bound(plan)}
+
+
+def _bound(plan: Plan) -> float | None:
+    """Highest load with 90% on time that any schedule could take, mean over all windows."""
+    windows = [take_window(plan, path, s) for path in plan.traces for s in range(plan.num_seeds)]
+    found = [max_load_of_any_schedule(w.requests, plan.platform, w.objectives) for w in windows]
+    known = [load for load in found if load is not None]
+    return round(float(np.mean(known)), 4) if len(known) == len(found) else None
 
 
 def _rate_at_load_1(plan: Plan, path: Path, seed: int) -> float:

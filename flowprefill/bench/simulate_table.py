@@ -116,7 +116,21 @@ def _summarise_traces(plan: Plan, samples: Samples, traces: Iterable[Path]) -> d
         }
         for policy in plan.policies
     }
+    result["offline_bound_fraction"] = {
+        policy: {
+            kind: _mean_fraction([samples[Cell(*w, policy, kind)] for w in windows])
+            for kind in plan.granularities
+        }
+        for policy in plan.policies
+    }
     return {**result, "intervals": intervals}
+
+
+def _mean_fraction(found: Sequence[Measures]) -> float | None:
+    """Of the offline bound, over the windows; None where a window has none."""
+    fractions = [one.offline_bound_fraction for one in found]
+    known = [fraction for fraction in fractions if fraction is not None]
+    return round(mean(known), 4) if len(known) == len(found) else None
 
 
 def _mean_attainment(windows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flowprefill.simulator.replay import Replay, Setup, Target, at_load
-from flowprefill.workload import Objective, TraceRequest
+from flowprefill.simulator.least_work import offline_bound_on
+from flowprefill.simulator.platform import Platform
+from flowprefill.simulator.replay import Replay, Setup, Target, arrival_of, at_load
+from flowprefill.workload import Objective, TraceRequest, objective
 
 GRID_STEP = 1.02
 LOADS = tuple(0.05 * GRID_STEP**i for i in range(256))
@@ -33,6 +35,8 @@ class Measures:
     """At the fixed load."""
     attainment: dict[str, float]
     """By SLO class, at the fixed load."""
+    offline_bound_fraction: float | None = None
+    """At the fixed load: requests on time, by those that any schedule can serve in time at most."""
 
 
 Objectives = Sequence[Objective] | None
@@ -52,7 +56,34 @@ def measure(
         min_slo_scale_90=min_slo_scale(fixed, setup, objectives),
         mean_ttft_s=replay.mean_ttft_s,
         attainment=replay.attainment_by_class,
+        offline_bound_fraction=bound_fraction(replay, setup.platform),
     )
+
+
+def bound_fraction(replay: Replay, platform: Platform) -> float | None:
+    """Requests on time in a whole replay by the offline bound; None: there is none, or it is 0."""
+    bound = offline_bound_on(platform, [record.arrival for record in replay.records.values()])
+    return round(replay.attainment * len(replay.records)) / bound if bound else None
+
+
+def max_load_of_any_schedule(
+    requests: Sequence[TraceRequest], platform: Platform, objectives: Objectives = None
+) -> float | None:
+    """Highest load at which the offline bound leaves 90% on time; None if there is no bound."""
+    goals = objectives or [objective(request) for request in requests]
+
+    def bound(load: float) -> int | None:
+        loaded = at_load(requests, load, platform)
+        arrivals = [
+            arrival_of(index, request, goal, platform.block_tokens)
+            for index, (request, goal) in enumerate(zip(loaded, goals, strict=True))
+        ]
+        return offline_bound_on(platform, arrivals)
+
+    if bound(LOADS[0]) is None:
+        return None
+    enough = Target().attainment * len(requests)
+    return _load(bisect_last(lambda i: (bound(LOADS[i]) or 0) >= enough, len(LOADS)))
 
 
 def max_loads(

@@ -76,22 +76,22 @@ def test_the_least_is_close_to_what_long_prompts_take(num_tokens: int) -> None:
     assert COST.least_prefill_s(num_tokens) > 0.93 * COST.prefill_s(num_tokens)
 
 
-@pytest.mark.parametrize("load", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("load", [0.8, 2.0])
 @pytest.mark.parametrize(
     "name",
     ["qwentrace_like_synthetic_10min", "azure2023_mixed_20min", "mooncake_conversation_15min"],
 )
 def test_no_policy_at_any_granularity_beats_the_bound(name: str, load: float) -> None:
-    requests = clip_lengths(window(read_trace(TRACES / f"{name}.csv"), 0, 200), 10**6, 1)
+    requests = clip_lengths(window(read_trace(TRACES / f"{name}.csv"), 0, 150), 10**6, 1)
     loaded = at_load(requests, load)
     best = 0
     for policy in POLICIES:
-        for kind in KINDS:
+        for kind in ("whole", "chunk:512", "chunk:2048", "op", "tile"):
             replay = run(loaded, policy, kind)
             best = max(best, num_on_time(replay))
             assert num_on_time(replay) <= bound_of(replay)
     assert best >= 0.85 * bound_of(replay), "a bound that says little"
-    assert load < 2 or bound_of(replay) < 200
+    assert load < 2 or bound_of(replay) < 150
 
 
 def test_a_bound_holds_with_tokens_to_decode() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from flowprefill.granularity import Granularity
 from flowprefill.simulator import measures
+from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.measures import LOADS, SLO_SCALES, bisect_last, measure
+from flowprefill.simulator.platform import PAPER_PLATFORM
 from flowprefill.simulator.replay import Replay, Setup, Target, at_load, offered_load
 from flowprefill.workload import (
     TraceError,
@@ -155,3 +157,18 @@ def test_first_come_first_served_gains_nothing_from_finer_boundaries() -> None:
     whole, op = (measure(QWEN, setup("fcfs", kind), load=0.5) for kind in ("whole", "op"))
     assert op.max_load_90 == whole.max_load_90
     assert op.mean_ttft_s == pytest.approx(whole.mean_ttft_s)
+
+
+def test_no_policy_takes_a_higher_load_than_the_bound_leaves() -> None:
+    bound = measures.max_load_of_any_schedule(QWEN, PAPER_PLATFORM)
+    assert bound is not None
+    best, _ = measures.max_loads(QWEN, setup("goodput", "tile"))
+    assert 0.5 * bound < best <= bound
+
+
+def test_the_share_of_the_bound_counts_requests_on_time() -> None:
+    requests = at_load(QWEN, 1.5)
+    replay = Replay(requests, setup("goodput", "tile")).run_all()
+    met = sum(sum(group) for group in on_time(replay, requests).values())
+    bound = offline_bound_on(PAPER_PLATFORM, [r.arrival for r in replay.records.values()])
+    assert measures.bound_fraction(replay, PAPER_PLATFORM) == met / bound < 1

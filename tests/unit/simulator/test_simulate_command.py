@@ -84,6 +84,10 @@ def test_a_table_compares_all_cells_and_writes_its_line(tmp_path: Path) -> None:
     low, high = interval["vs_fcfs_whole"][1:]
     gain = result["max_load_90"]["s-edf"]["op"] - result["max_load_90"]["fcfs"]["whole"]
     assert 0 < low <= gain <= high
+    fractions = result["offline_bound_fraction"]
+    assert fractions["fcfs"]["whole"] < fractions["s-edf"]["op"] <= 1
+    highest = max(max(by_kind.values()) for by_kind in result["max_load_90"].values())
+    assert highest <= result["max_load_90_offline_bound"] < 4 * highest
     # A cell by itself, in this process, is what the table's processes found.
     plan = Plan((QWEN, AZURE), ("fcfs",), ("op",), 2, 80, 0.2, 1, 0.7)
     alone = [measure_cell(plan, Cell(QWEN, seed, "fcfs", "op")) for seed in (0, 1)]
