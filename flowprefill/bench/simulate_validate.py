@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from flowprefill.bench.simulate_plan import Plan, take_window
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.granularity import Granularity
+from flowprefill.metrics import percentile
 from flowprefill.replay.plan import PlannedRequest, plan_replay
 from flowprefill.replay.records import MAX_SEND_LAG_S, ReplayRecord, attainment, send_lag_p99_s
 from flowprefill.simulator.profiled import ProfiledPlatform
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _NUM_LENGTHS = 8
-_NUM_REPEATS = 3
+_NUM_ROUNDS = 5
 _ALONE_S = 30.0
 """Objective of prompts that run alone; it decides nothing."""
 _HASHES_OF_A_RUN = 1 << 40
@@ -47,6 +49,15 @@ class Outcome:
 
     attainment: float
     mean_ttft_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    num_preemptions: int
+
+    @staticmethod
+    def of(attainment: float, ttfts_s: Sequence[float], num_preemptions: int) -> Outcome:
+        """ttfts_s: of all requests."""
+        p50_s, p99_s = (percentile(ttfts_s, q) for q in (50, 99))
+        return Outcome(attainment, sum(ttfts_s) / len(ttfts_s), p50_s, p99_s, num_preemptions)
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,9 @@ class Comparison:
     num_requests: int
     engine: Outcome
     simulator: Outcome
+    median_ttft_ratio: float
+    """Simulated over measured TTFT, request by request: far from 1 if the machine's speed is not
+    what it was when it was calibrated."""
     send_lag_p99_s: float
 
     @property
@@ -135,11 +149,11 @@ class _Validator:
         self._progress.describe(f"{self._cell.name} calibrating")
         lengths = [r.input_tokens for path in self._plan.traces for r in self._window(path)]
         chosen = np.quantile(lengths, np.linspace(0.0, 1.0, _NUM_LENGTHS)).astype(int).tolist()
-        cost = self._platform.cost(self._granularity)
-        profiled, measured = [], []
-        for num_tokens in chosen:
-            profiled.append(cost.timeline([(num_tokens, 0)], self._granularity).total_s)
-            measured.append(float(np.median(self._solo_ttfts(num_tokens))))
+        cost, granularity = self._platform.cost(self._granularity), self._granularity
+        profiled = [cost.timeline([(n, 0)], granularity).total_s for n in chosen]
+        # Round by round, so that a disturbance hits all lengths a little instead of one fully.
+        rounds = [[self._solo_ttft_s(n) for n in chosen] for _ in range(_NUM_ROUNDS)]
+        measured = [median(times) for times in zip(*rounds, strict=True)]
         calibration = fit_calibration(profiled, measured)
         times = self._platform.times.slowed(calibration.slowness, calibration.overhead_s)
         self._platform = replace(self._platform, times=times)
@@ -150,18 +164,23 @@ class _Validator:
         self._progress.describe(f"{self._cell.name} {path.stem} at load {load:g}")
         window = take_window(self._plan, path, 0)
         requests = self._own_prefixes(at_load(window.requests, load, self._platform))
+        num_before = self._engine.stats().num_preemptions
         records = self._replay(plan_replay(requests, window.objectives))
+        num_preemptions = self._engine.stats().num_preemptions - num_before
         setup = Setup(self._cell.policy, self._granularity, 0.0, 0, self._platform)
         simulated = Replay(requests, setup, objectives=window.objectives).run_all()
         self._progress.advance()
+        ttfts_s = [record.ttft_s for record in records]
+        theirs_s = [record.ttft_s for record in simulated.records.values()]
         return Comparison(
             path.stem,
             self._cell.policy,
             self._cell.granularity,
             load,
             len(records),
-            Outcome(attainment(records), sum(r.ttft_s for r in records) / len(records)),
-            Outcome(simulated.attainment, simulated.mean_ttft_s),
+            Outcome.of(attainment(records), ttfts_s, num_preemptions),
+            Outcome.of(simulated.attainment, theirs_s, simulated.scheduler.num_preemptions()),
+            median(b / a for a, b in zip(ttfts_s, theirs_s, strict=True)),
             send_lag_p99_s(records),
         )
 
@@ -176,10 +195,9 @@ class _Validator:
             replace(r, prefix_hashes=tuple(h + first for h in r.prefix_hashes)) for r in requests
         ]
 
-    def _solo_ttfts(self, num_tokens: int) -> list[float]:
+    def _solo_ttft_s(self, num_tokens: int) -> float:
         goal = Objective("alone", _ALONE_S, _ALONE_S)
-        planned = PlannedRequest(0, 0.0, num_tokens, 1, goal)
-        return [self._replay([planned])[0].ttft_s for _ in range(_NUM_REPEATS)]
+        return self._replay([PlannedRequest(0, 0.0, num_tokens, 1, goal)])[0].ttft_s
 
     def _replay(self, planned: Sequence[PlannedRequest]) -> list[ReplayRecord]:
         records = self._replayer.run(self._engine, planned)
@@ -190,12 +208,12 @@ class _Validator:
 
 
 def fit_calibration(profiled_s: Sequence[float], measured_s: Sequence[float]) -> Calibration:
-    """measured = slowness x profiled + overhead, by least squares of relative errors; a negative
-    overhead is taken for none."""
+    """measured = slowness x profiled + overhead, by least squares of relative errors; without the
+    overhead if one of them comes out negative."""
     profiled, measured = np.array(profiled_s), np.array(measured_s)
     design = np.column_stack([profiled, np.ones_like(profiled)]) / measured[:, None]
     (slowness, overhead_s), *_ = np.linalg.lstsq(design, np.ones_like(measured), rcond=None)
-    if overhead_s < 0:
+    if min(slowness, overhead_s) < 0:
         ratios = profiled / measured
         slowness, overhead_s = ratios.sum() / (ratios**2).sum(), 0.0
     return Calibration(float(slowness), float(overhead_s))
@@ -227,7 +245,8 @@ def make_table(found: Sequence[Comparison]) -> Table:
     table = Table(title="engine and simulator: share on time, mean TTFT in seconds")
     for heading in ("trace", "policy", "boundaries"):
         table.add_column(heading)
-    for heading in ("load", "on time", "simulated", "points", "mean TTFT", "simulated", "error"):
+    headings = ("load", "on time", "simulated", "points", "mean TTFT", "simulated", "error")
+    for heading in (*headings, "preempted", "simulated"):
         table.add_column(heading, justify="right")
     for c in found:
         table.add_row(
@@ -241,5 +260,7 @@ def make_table(found: Sequence[Comparison]) -> Table:
             f"{c.engine.mean_ttft_s:.4f}",
             f"{c.simulator.mean_ttft_s:.4f}",
             f"{c.mean_ttft_error:+.1%}",
+            str(c.engine.num_preemptions),
+            str(c.simulator.num_preemptions),
         )
     return table

@@ -22,21 +22,25 @@ from flowprefill.errors import ConfigError
 from tests.factories import write_tiny_model
 
 
-def comparison(engine: Outcome, simulator: Outcome, load: float = 0.5) -> Comparison:
-    return Comparison("azure", "s-edf", "tile", load, 100, engine, simulator, 0.001)
+def outcome(attainment: float, mean_ttft_s: float) -> Outcome:
+    return Outcome(attainment, mean_ttft_s, 0.1, 0.3, 2)
+
+
+def comparison(engine: Outcome, simulator: Outcome, lag_s: float = 0.001) -> Comparison:
+    return Comparison("azure", "s-edf", "tile", 0.5, 100, engine, simulator, 1.0, lag_s)
 
 
 def test_errors_are_points_of_attainment_and_shares_of_mean_ttft() -> None:
-    found = comparison(Outcome(0.90, 0.200), Outcome(0.93, 0.180))
+    found = comparison(outcome(0.90, 0.200), outcome(0.93, 0.180))
     assert found.attainment_error_points == pytest.approx(3.0)
     assert found.mean_ttft_error == pytest.approx(-0.1)
 
 
 def test_the_worst_of_all_comparisons_counts_whatever_its_sign() -> None:
     found = [
-        comparison(Outcome(0.90, 0.200), Outcome(0.93, 0.205)),
-        comparison(Outcome(0.90, 0.200), Outcome(0.86, 0.210)),
-        comparison(Outcome(0.90, 0.200), Outcome(0.90, 0.150)),
+        comparison(outcome(0.90, 0.200), outcome(0.93, 0.205)),
+        comparison(outcome(0.90, 0.200), outcome(0.86, 0.210)),
+        comparison(outcome(0.90, 0.200), outcome(0.90, 0.150)),
     ]
     result = summarise(found, [Calibration(1.0, 0.0)])
     assert result["attainment_error_points"] == 4.0
@@ -47,8 +51,15 @@ def test_the_worst_of_all_comparisons_counts_whatever_its_sign() -> None:
 
 
 def test_requests_that_were_sent_late_make_it_void() -> None:
-    late = Comparison("azure", "edf", "op", 0.5, 9, Outcome(1, 1), Outcome(1, 1), 0.006)
+    late = comparison(outcome(1, 1), outcome(1, 1), lag_s=0.006)
     assert summarise([late], [])["void"] is True
+
+
+def test_outcomes_are_of_all_requests() -> None:
+    found = Outcome.of(0.5, [0.1, 0.2, 0.6], 4)
+    assert found.mean_ttft_s == pytest.approx(0.3)
+    assert (found.ttft_p50_s, found.num_preemptions) == (0.2, 4)
+    assert 0.2 < found.ttft_p99_s <= 0.6
 
 
 @pytest.mark.parametrize(("slowness", "overhead_s"), [(1.0, 0.0), (1.3, 0.002), (0.9, 0.0005)])
@@ -66,6 +77,11 @@ def test_calibration_takes_no_negative_overhead() -> None:
     found = fit_calibration(profiled, measured)
     assert found.overhead_s == 0
     assert found.slowness == pytest.approx(1.15, abs=0.06)
+
+
+def test_calibration_by_nothing_but_noise_is_still_a_speed() -> None:
+    found = fit_calibration([0.001, 0.002, 0.003], [0.009, 0.007, 0.005])
+    assert found.slowness > 0 and found.overhead_s == 0
 
 
 def write_trace(path: Path, num_requests: int) -> Path:
@@ -110,13 +126,15 @@ def test_the_same_requests_go_through_engine_and_simulator(
         assert (cell["policy"], cell["granularity"], cell["num_requests"]) == ("edf", "tile", 12)
         for side in ("engine", "simulator"):
             assert 0 <= cell[side]["attainment"] <= 1
-            assert 0 < cell[side]["mean_ttft_s"] < 1
+            assert 0 < cell[side]["ttft_p50_s"] <= cell[side]["ttft_p99_s"] < 60
+            assert 0 < cell[side]["mean_ttft_s"] <= cell[side]["ttft_p99_s"]
+            assert cell[side]["num_preemptions"] >= 0
     assert result["attainment_error_points"] == max(
         abs(c["attainment_error_points"]) for c in cells
     )
     assert result["mean_ttft_error"] == max(abs(c["mean_ttft_error"]) for c in cells)
     (calibration,) = result["calibrations"]
-    assert 0.2 < calibration["slowness"] < 5
+    assert calibration["slowness"] > 0 <= calibration["overhead_s"]
     assert result["run"]["device"] == "this CPU, simulated"
 
 
