@@ -20,7 +20,7 @@ from locust.runners import Runner
 from reporting import SloReport, options
 from shapes import SHAPES
 from traffic import CHAT, CLASSES, DOCUMENT, SEARCH, Generation, Source, TrafficClass
-from transports import Transport, connect, with_code
+from transports import Transport, check_host, connect, with_code
 
 from flowprefill_client import ServerError
 
@@ -54,9 +54,11 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 @events.init.add_listener
 def set_up(environment: Environment, runner: Runner, **_: Any) -> None:
-    """Once per process. What is raised here ends it."""
-    if environment.host:
-        connect(environment.host, "").close()
+    """Once per process."""
+    try:
+        check_host(environment.host or "")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     GenerateUser.report = SloReport(environment, CLASSES)
     shapes = {name: shape() for name, shape in SHAPES.items()}
     for shape in shapes.values():

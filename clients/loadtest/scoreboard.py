@@ -60,7 +60,7 @@ class Scoreboard:
             self._tallies[name].merge(Tally(**tally))
 
     def rows(self, duration_s: float) -> list[dict[str, str]]:
-        """A row per class and one of all, cells under the keys of COLUMNS.
+        """A row per class and one of the total, cells under the keys of COLUMNS.
 
         duration_s: of the test so far, for goodput
         """
@@ -72,7 +72,10 @@ class Scoreboard:
             objective = traffic.objective.scaled(self.slo_scale)
             slos = {"ttft_slo": f"{objective.ttft_ms:g}", "tbt_slo": f"{objective.tbt_ms:g}"}
             rows.append({"name": traffic.name, **slos, **_cells(tally, duration_s)})
-        return [*rows, {"name": "all", "ttft_slo": "", "tbt_slo": "", **_cells(total, duration_s)}]
+        return [
+            *rows,
+            {"name": "total", "ttft_slo": "", "tbt_slo": "", **_cells(total, duration_s)},
+        ]
 
 
 def to_csv(rows: Sequence[Mapping[str, str]]) -> str:

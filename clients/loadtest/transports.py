@@ -65,14 +65,19 @@ def connect(host: str, model: str) -> Transport:
     host: http://HOST:PORT or https://HOST:PORT for generate_stream, HOST:PORT or grpc://HOST:PORT
         for gRPC streams
 
-    Raises ValueError for another scheme.
+    Raises ValueError as check_host does.
     """
-    scheme, _, address = host.rpartition("://")
-    if scheme in ("http", "https"):
+    check_host(host)
+    if host.startswith(("http://", "https://")):
         return HttpTransport(host, model)
-    if scheme in ("", "grpc"):
-        return GrpcTransport(address.rstrip("/"), model)
-    raise ValueError(f"host {host!r}: the scheme must be http, https, grpc, or left out (gRPC)")
+    return GrpcTransport(host.removeprefix("grpc://").rstrip("/"), model)
+
+
+def check_host(host: str) -> None:
+    """Raises ValueError for a scheme that is not ours."""
+    scheme, separator, _ = host.partition("://")
+    if separator and scheme not in ("http", "https", "grpc"):
+        raise ValueError(f"host {host!r}: the scheme must be http, https, grpc, or none for gRPC")
 
 
 @functools.cache

@@ -88,7 +88,7 @@ def test_scoreboard_adds_up_the_processes_and_scales_objectives() -> None:
         "name": "chat", "requests": "2", "failed": "0", "ttft_slo": "500", "ttft_met": "50.0%",
         "tbt_slo": "200", "tbt_met": "100.0%", "attainment": "50.0%", "goodput": "0.50",
     }  # fmt: skip
-    assert (rows["all"]["requests"], rows["all"]["attainment"]) == ("3", "66.7%")
+    assert (rows["total"]["requests"], rows["total"]["attainment"]) == ("3", "66.7%")
     assert worker.rows(2.0)[0]["requests"] == "0"  # taken, not to be counted twice
     assert to_csv(board.rows(2.0)).splitlines()[0] == ",".join(COLUMNS.values())
     board.reset()
