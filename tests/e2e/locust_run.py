@@ -25,12 +25,15 @@ ERROR = "[INVALID_ARG] slo_class: no such class"
 
 
 class LocustRun:
-    """locust --headless in a process of its own."""
+    """locust in a process of its own, with its web UI on a port or without one."""
 
-    def __init__(self, directory: Path, host: str, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, host: str, *arguments: str, web_port: int | None = None
+    ) -> None:
         self._prefix = directory / "locust"
+        web = ["--web-port", str(web_port)] if web_port else ["--headless"]
         self._process = subprocess.Popen(
-            [Path(sys.executable).parent / "locust", "-f", LOCUSTFILE, "--host", host, "--headless",
+            [Path(sys.executable).parent / "locust", "-f", LOCUSTFILE, "--host", host, *web,
              "--only-summary", "--stop-timeout", "30", "--csv", self._prefix, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=directory,
         )  # fmt: skip
@@ -43,6 +46,11 @@ class LocustRun:
             finally:
                 self._process.kill()
         return self._process.returncode, output
+
+    def stop(self) -> tuple[int, str]:
+        """End it before its time; returns what finish() does."""
+        self._process.terminate()
+        return self.finish()
 
     def table(self, name: str) -> list[dict[str, str]]:
         """Rows of PREFIX_name.csv."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import urllib.parse
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowprefill.server import TritonServer
+from flowprefill.server import TritonServer, free_ports
+from tests.e2e.conftest import wait_for
 from tests.e2e.locust_run import LocustRun, Meeting, grpc_stand_in, http_stand_in
 
 CLASSES = ("chat", "search", "document")
@@ -60,3 +65,39 @@ def test_users_run_concurrently_and_failures_keep_the_servers_words(
     assert {(row["Name"], row["Error"]) for row in run.table("failures")} == {
         ("search", "ServerError('INVALID_ARG: slo_class: no such class')")
     }
+
+
+def test_web_ui_shows_attainment_and_runs_a_burst(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+
+    def get(path: str, **form: object) -> str:
+        data = urllib.parse.urlencode(form).encode() if form else None
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", data, timeout=10) as reply:
+            return str(reply.read().decode())
+
+    def stats() -> dict[str, Any]:
+        return dict(json.loads(get("/stats/requests")))
+
+    def page() -> str | None:
+        with contextlib.suppress(OSError):
+            return get("/")
+        return None
+
+    with http_stand_in(Meeting(0, -1)) as host:
+        run = LocustRun(tmp_path, host, "--class-picker", web_port=port)
+        try:
+            assert '"title": "SLO attainment"' in wait_for(page, 20, "the web UI answers")
+            get("/swarm", user_count=9, spawn_rate=9, run_time="9s", shape_class="burst", host=host)
+            wait_for(lambda: stats()["user_count"] == 9, 20, "the burst")
+            spawned = 'All users spawned: {"Chat": 7, "Document": 1, "Search": 1}'
+            assert any(spawned in line for line in json.loads(get("/logs"))["master"])
+            wait_for(lambda: stats()["user_count"] == 3, 20, "the end of the burst")
+            (tab,) = stats()["extended_stats"]
+            rows = {row["name"]: row for row in tab["data"]}
+            assert rows["chat"]["attainment"] == "100.0%"
+            assert rows["search"]["attainment"] == "0.0%"  # each was refused
+            assert int(rows["total"]["requests"]) >= 7
+            assert get("/slo/csv").splitlines()[1].startswith("chat,")
+        finally:
+            code, output = run.stop()
+    assert code == 1 and "SLO attainment" in output
