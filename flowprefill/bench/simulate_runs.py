@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from flowprefill.bench.simulate_plan import Plan, take_window
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
-from flowprefill.simulator.least_work import offline_bound_on
+from flowprefill.simulator.measures import bound_fraction, bound_of
 from flowprefill.simulator.platform import Platform
 from flowprefill.simulator.replay import Replay, Setup, at_load
 
@@ -71,10 +71,10 @@ def describe_replay(replay: Replay) -> dict[str, Any]:
 
 def describe_bound(replay: Replay, platform: Platform) -> dict[str, Any]:
     """How many requests any schedule could have served in time at most, and the run's share."""
-    bound = offline_bound_on(platform, [record.arrival for record in replay.records.values()])
-    num_on_time = round(replay.attainment * len(replay.records))
-    share = round(num_on_time / bound, 4) if bound else None
-    return {"offline_bound": bound, "offline_bound_fraction": share}
+    bound = bound_of(replay, platform)
+    fraction = bound_fraction(replay, bound)
+    rounded = None if fraction is None else round(fraction, 4)
+    return {"offline_bound": bound, "offline_bound_fraction": rounded}
 
 
 def runs_table(runs: list[dict[str, Any]], load: float) -> Table:

@@ -20,7 +20,8 @@ around its window has left.
 Long traces are cut where no request's window crosses, which changes nothing, and elsewhere after
 MAX_GROUP requests. Then every group has the device to itself, its last requests up to their
 deadlines. That drops constraints between groups and adds none, so the sum of the groups' optima
-still is an upper bound, above the whole trace's by at most what fits into the windows cut through.
+still is an upper bound, above the whole trace's by at most the requests whose windows cross a cut:
+without them no group's work reaches into the next one's time.
 """
 
 from __future__ import annotations

@@ -56,13 +56,17 @@ def measure(
         min_slo_scale_90=min_slo_scale(fixed, setup, objectives),
         mean_ttft_s=replay.mean_ttft_s,
         attainment=replay.attainment_by_class,
-        offline_bound_fraction=bound_fraction(replay, setup.platform),
+        offline_bound_fraction=bound_fraction(replay, bound_of(replay, setup.platform)),
     )
 
 
-def bound_fraction(replay: Replay, platform: Platform) -> float | None:
-    """Requests on time in a whole replay by the offline bound; None: there is none, or it is 0."""
-    bound = offline_bound_on(platform, [record.arrival for record in replay.records.values()])
+def bound_of(replay: Replay, platform: Platform) -> int | None:
+    """Requests of the replay that any schedule can serve in time at most; None: not known."""
+    return offline_bound_on(platform, [record.arrival for record in replay.records.values()])
+
+
+def bound_fraction(replay: Replay, bound: int | None) -> float | None:
+    """Requests on time in a whole replay by the bound; None: there is none, or it is 0."""
     return round(replay.attainment * len(replay.records)) / bound if bound else None
 
 

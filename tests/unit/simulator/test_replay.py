@@ -9,7 +9,6 @@ import pytest
 
 from flowprefill.granularity import Granularity
 from flowprefill.simulator import measures
-from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.measures import LOADS, SLO_SCALES, bisect_last, measure
 from flowprefill.simulator.platform import PAPER_PLATFORM
 from flowprefill.simulator.replay import Replay, Setup, Target, at_load, offered_load
@@ -170,5 +169,7 @@ def test_the_share_of_the_bound_counts_requests_on_time() -> None:
     requests = at_load(QWEN, 1.5)
     replay = Replay(requests, setup("goodput", "tile")).run_all()
     met = sum(sum(group) for group in on_time(replay, requests).values())
-    bound = offline_bound_on(PAPER_PLATFORM, [r.arrival for r in replay.records.values()])
-    assert measures.bound_fraction(replay, PAPER_PLATFORM) == met / bound < 1
+    bound = measures.bound_of(replay, PAPER_PLATFORM)
+    assert bound is not None and met < bound < 300
+    assert measures.bound_fraction(replay, bound) == met / bound
+    assert measures.bound_fraction(replay, None) is None
