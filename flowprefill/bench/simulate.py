@@ -175,7 +175,9 @@ def _profile(config: EngineConfig) -> Platform:
     from flowprefill.bench.this_cpu import this_cpu
 
     with bench_progress(1) as progress:
-        return this_cpu(config, progress.show_loading)
+        platform = this_cpu(config, progress.show_loading)
+        progress.advance()
+    return platform
 
 
 def _split(names: str | None, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -145,6 +145,10 @@ def test_a_profiled_cpu_is_a_device_like_others(model_json: Path, tmp_path: Path
     assert [run["policy"] for run in result["runs"]] == ["fcfs", "s-edf"]
     assert result["run"]["length_scale"] == 1 / 8
     assert result["run"]["max_num_seqs"] == 16
+    many = simulate(*arguments, "--requests", 200, "--replicas", 5, "--load", 0.9)
+    (run,) = many["runs"]
+    assert sum(run["requests_by_class"].values()) == 200
+    assert run["requests_by_class"].keys() == result["runs"][0]["requests_by_class"].keys()
 
 
 @pytest.mark.parametrize("loads", ["", "0.5,x", "0", "inf", "-1"])
