@@ -41,6 +41,8 @@ class SloReport:
         events = environment.events
         events.test_start.add_listener(self._start)
         events.reset_stats.add_listener(self._start)
+        if environment.reset_stats:  # locust then starts anew without that event
+            events.spawning_complete.add_listener(self._start)
         events.report_to_master.add_listener(self._send)
         events.worker_report.add_listener(self._receive)
         if not isinstance(environment.runner, WorkerRunner):  # its master sums up for it
