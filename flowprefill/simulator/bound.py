@@ -1,7 +1,8 @@
 """Offline bound: how many requests any preemptive schedule can serve on time. Pure; numpy only.
 
 Request j arrives at a_j, is on time with its first token by d_j, and takes at least w_j seconds of
-device time in between (least_work.py says which). The schedule may know the future.
+device time in between (least_work.py says which). The schedule may know the future, and has room
+for any number of parked prefills: KV memory is no limit here.
 
 The relaxation: requests may be served in part. Maximise sum(x_j), 0 <= x_j <= 1, where for every
 interval [a, b] from an arrival to a deadline what must run inside fits in,

@@ -3,8 +3,9 @@ is some hundred records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from flowprefill.scheduler.events import Decision, Event
 from flowprefill.simulator.cost import Part, PartedTimeline, Timeline
 from flowprefill.simulator.replay import Replay, Setup
 from flowprefill.simulator.simulator import Work
@@ -28,6 +29,11 @@ class RecordedReplay(Replay):
         super().__init__(requests, setup, slo_scale, objectives=objectives)
         self.runs: list[DeviceRun] = []
         """What the device did, in order, without overlaps."""
+        self._decided_s = 0.0
+
+    def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
+        super().on_decision(events, decision)
+        self._decided_s = self.now_s
 
     def on_run(self, work: Work, from_s: float) -> None:
         ran_s = work.elapsed_s - from_s
@@ -35,16 +41,9 @@ class RecordedReplay(Replay):
             return
         end_s = self.now_s
         before = self.runs[-1] if self.runs else None
-        start_s = max(end_s - ran_s, before.end_s if before else 0.0)
-        groups = [
-            SliceGroup(
-                part.group,
-                start_s + part.start_s - from_s,
-                min(start_s + part.end_s - from_s, end_s),
-                part.slice_s,
-            )
-            for part in _parts(work.timeline, from_s, work.elapsed_s)
-        ]
+        # The difference may be off in its last digits: nothing runs before it was decided.
+        start_s = max(end_s - ran_s, self._decided_s, before.end_s if before else 0.0)
+        groups = list(_groups(work, from_s, start_s, end_s))
         if before and _goes_on(before, work, start_s):
             before.end_s, before.is_done = end_s, work.is_done
             before.slices += groups
@@ -67,6 +66,15 @@ class RecordedReplay(Replay):
             for name, records in self.records_by_class().items()
             for record in records
         ]
+
+
+def _groups(work: Work, from_s: float, start_s: float, end_s: float) -> Iterator[SliceGroup]:
+    """What ran from start_s to end_s; each group begins exactly where the one before ended."""
+    edge_s = start_s
+    for part in _parts(work.timeline, from_s, work.elapsed_s):
+        part_end_s = min(start_s + part.end_s - from_s, end_s)
+        yield SliceGroup(part.group, edge_s, part_end_s, part.slice_s)
+        edge_s = part_end_s
 
 
 def _parts(timeline: Timeline, from_s: float, to_s: float) -> Iterable[Part]:

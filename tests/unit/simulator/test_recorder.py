@@ -25,9 +25,9 @@ GROUPS = {
 }
 
 
-def loaded(num_output_tokens: int = 1, load: float = 1.2) -> list[TraceRequest]:
+def loaded(num_output_tokens: int = 1, num_requests: int = 60) -> list[TraceRequest]:
     trace = read_trace(TRACES / "qwentrace_like_synthetic_10min.csv")
-    return at_load(clip_lengths(window(trace, 0, 60), 10**6, num_output_tokens), load)
+    return at_load(clip_lengths(window(trace, 0, num_requests), 10**6, num_output_tokens), 1.2)
 
 
 def record(requests: list[TraceRequest], kind: str, policy: str = "s-edf") -> RecordedReplay:
@@ -77,9 +77,9 @@ def test_spans_say_what_came_of_the_requests() -> None:
 
 
 def test_a_recorded_replay_makes_a_valid_trace() -> None:
-    replay = record(loaded(num_output_tokens=8), "tile")
+    replay = record(loaded(num_output_tokens=8, num_requests=200), "tile")
     assert any(run.task_id is None for run in replay.runs)
     assert replay.scheduler.num_preemptions() > 0
     tracks = check_valid(chrome_trace(replay.runs, replay.request_spans(), {}))
     check_device_does_one_thing(tracks)
-    assert len(tracks) == 61
+    assert len(tracks) == 201
