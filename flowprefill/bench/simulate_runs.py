@@ -34,10 +34,10 @@ def run(plan: Plan, slo_scale: float) -> dict[str, Any]:
                 replay = Replay(requests, setup, slo_scale, objectives=found.objectives).run_all()
                 names = {"trace": path.stem, "policy": policy, "granularity": kind}
                 figures = {"slo_scale": slo_scale, **describe_replay(replay)}
-                figures |= describe_bound(replay, plan.platform)
                 wall_s = round(time.perf_counter() - started_s, 3)
                 counts = {"num_requests": len(requests), "wall_s": wall_s}
-                runs.append({**names, **figures, **counts})
+                bound = describe_bound(replay, plan.platform)
+                runs.append({**names, **figures, **bound, **counts})
     Console(width=160).print(runs_table(runs, plan.load))
     return {"runs": runs}
 
