@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 # Arguments for the command, for example: make serve ARGS="--http-port 9000"
 ARGS ?=
 
-.PHONY: setup serve test test-long test-gpu check fmt bench clean
+.PHONY: setup serve test test-long test-gpu check fmt bench loadtest clean
 
 setup: $(READY)
 
@@ -54,6 +54,11 @@ fmt: $(READY)
 BENCH ?= hol
 bench: $(READY)
 	$(BIN)/flowprefill bench $(BENCH) $(ARGS)
+
+# Locust's web UI on port 8089 against a running server, for example:
+# make loadtest ARGS="--headless -u 12 -r 12 -t 2m"
+loadtest: $(READY)
+	$(BIN)/locust -f clients/loadtest/locustfile.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

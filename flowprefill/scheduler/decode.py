@@ -1,7 +1,7 @@
 """DecodePacer: which sequences the next decode step takes, and how long it may wait for prefills.
 
-A step is released one step and one slice before the first of its tokens is due: earlier would only
-take time from prefills, later would be late. Steps are spaced so that, while prefills want the
+A step is released one step, one slice and a margin before the first of its tokens is due: earlier
+would only take time from prefills, later would be late as often as not. Steps are spaced so that, while prefills want the
 device, decode takes at most `max_decode_share` of it, even where that makes tokens late.
 """
 
@@ -15,6 +15,9 @@ from flowprefill.scheduler.events import DecodeStep, PacedSteps
 from flowprefill.scheduler.policy import slack_s
 from flowprefill.scheduler.tracked import Tracked
 
+TBT_MARGIN = 0.1
+"""Share of the TBT objective that is kept for what nobody predicts: a step or a slice that takes
+longer, and the token's way to the client."""
 DECODE_SHARE_LIMIT = 0.95
 """Upper bound of max_decode_share: prefills always keep some of the device."""
 
@@ -83,9 +86,9 @@ class DecodePacer:
         )
         due_s = min(s.due_s for s in sequences)
         tbt_slo_s = min(s.tbt_slo_s for s in sequences)
-        ahead_s = step_s + self._max_slice_s
+        ahead_s = step_s + self._max_slice_s + TBT_MARGIN * tbt_slo_s
         prefill_time_s = step_s * (1 / self._max_share - 1)  # owed to prefills between two steps
-        share = min(step_s / tbt_slo_s, self._max_share)
+        share = min(step_s / ((1 - TBT_MARGIN) * tbt_slo_s), self._max_share)
         return StepPlan(
             step=DecodeStep(tuple(s.req_id for s in sequences)),
             step_s=step_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flowprefill.scheduler.decode import TBT_MARGIN
 from flowprefill.scheduler.events import (
     DecodeStep,
     DecodeStepDone,
@@ -25,7 +26,7 @@ from tests.unit.scheduler.helpers import (
     step_of,
 )
 
-RELEASE_S = 0.2 - STEP_S - SLICE_S
+RELEASE_S = (1 - TBT_MARGIN) * 0.2 - STEP_S - SLICE_S
 """From one token to the release of the next step, with tbt_slo_s 0.2."""
 
 
@@ -73,9 +74,7 @@ def test_sequences_that_joined_at_different_times_take_their_blocks_in_the_same_
     assert device.scheduler.num_decisions <= num_for_events + num_steps / LOOKAHEAD_TOKENS
 
 
-def test_beside_a_prefill_a_step_is_released_one_step_and_one_slice_before_its_token_is_due() -> (
-    None
-):
+def test_beside_a_prefill_a_step_is_released_in_time_for_its_token_and_a_margin() -> None:
     scheduler = make_scheduler()
     start_decoding(scheduler, 0)
     steps = steps_beside(scheduler)
@@ -90,8 +89,9 @@ def test_the_sequence_that_is_due_first_sets_the_pace() -> None:
     start_decoding(scheduler, 1, tbt_slo_s=0.1)
     steps = steps_beside(scheduler)
     assert steps.step == DecodeStep((0, 1))
-    assert steps.release_s == pytest.approx(0.1 - STEP_S - SLICE_S)
-    assert steps.interval_s == pytest.approx(0.1 - STEP_S - SLICE_S)
+    release_s = (1 - TBT_MARGIN) * 0.1 - STEP_S - SLICE_S
+    assert steps.release_s == pytest.approx(release_s)
+    assert steps.interval_s == pytest.approx(release_s)
 
 
 def test_prefills_get_their_share_after_a_step_that_ended_before_they_came() -> None:
@@ -128,7 +128,7 @@ def test_all_tokens_are_on_time_during_a_long_prefill() -> None:
     device.submit(make_arrival(1, 0.05, num_prompt_tokens=3000, max_tokens=1))
     device.run()
     assert len(device.token_times[0]) == 20
-    assert max(device.gaps(0)) <= 0.2 + 1e-9
+    assert max(device.gaps(0)) <= (1 - TBT_MARGIN) * 0.2 + 1e-9
     assert device.token_times[1][0] <= 3.06 / (1 - STEP_S / 0.18) + 0.1
 
 
@@ -150,7 +150,7 @@ def test_max_steps_is_the_room_in_the_blocks() -> None:
 
 def test_an_urgent_prefill_that_would_miss_its_deadline_goes_before_the_step() -> None:
     scheduler = make_scheduler()
-    start_decoding(scheduler, 0)  # its token is due at 0.2, the step released at 0.186
+    start_decoding(scheduler, 0)  # its token is due at 0.2, the step released at 0.166
     steps = steps_beside(scheduler, 0.187, num_prompt_tokens=5, ttft_slo_s=0.009)
     assert steps.release_s == pytest.approx(0.2), "it may pass only until the token is due"
 
@@ -244,7 +244,9 @@ def test_a_step_is_predicted_from_the_tokens_cached_by_then() -> None:
     done = DecodeStepDone((0,), 1.0, num_steps=15)
     scheduler.decide(1.0, [done])
     step_s = STEP_S + 0.001 * (1 + 15)
-    assert steps_beside(scheduler, 1.0).release_s == pytest.approx(1.0 + 0.2 - step_s - SLICE_S)
+    assert steps_beside(scheduler, 1.0).release_s == pytest.approx(
+        1.0 + (1 - TBT_MARGIN) * 0.2 - step_s - SLICE_S
+    )
 
 
 def test_slack_counts_the_time_that_decode_takes_from_a_prefill() -> None:
