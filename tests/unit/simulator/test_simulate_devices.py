@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from flowprefill.bench.simulate_rates import ratios
 from flowprefill.cli import app
 from flowprefill.errors import ConfigError
+from flowprefill.granularity import Granularity
+from flowprefill.simulator.platform import PAPER_PLATFORM
 
 TRACES = Path(__file__).parents[3] / "clients" / "traces"
 QWEN = TRACES / "qwentrace_like_synthetic_10min.csv"
-AZURE = TRACES / "azure2023_mixed_20min.csv"
-MOONCAKE = TRACES / "mooncake_conversation_15min.csv"
 
 
 def simulate(*arguments: object) -> dict[str, Any]:
@@ -30,31 +30,36 @@ def run(*arguments: object) -> dict[str, Any]:
     return found  # type: ignore[no-any-return]
 
 
+WHOLE_S = [0.009887070446297204, 0.06310551665965529, 0.7156639053467337, 7.758334146040766]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("granularity", "prefills_s"),
     [
-        (
-            ("--trace", QWEN, "--requests", 300),
-            {"attainment": 0.9833, "busy_s": 48.385, "decisions": 604, "preemptions": 129}
-            | {"ttft_mean_s": 0.4013, "ttft_p99_s": 4.3522, "end_s": 69.488},
-        ),
-        (
-            ("--trace", AZURE, "--requests", 150, "--output-tokens", 20, "--load", 0.9),
-            {"attainment": 0.96, "busy_s": 24.158, "decisions": 420, "preemptions": 65}
-            | {"ttft_mean_s": 0.8035, "decode_steps": 417, "end_s": 25.477},
-        ),
-        (
-            ("--trace", MOONCAKE, "--requests", 100, "--output-tokens", 3, "--granularities", "op"),
-            {"attainment": 0.97, "busy_s": 203.085, "decisions": 297, "preemptions": 30}
-            | {"ttft_mean_s": 2.7466, "decode_steps": 189, "end_s": 332.997},
-        ),
+        ("whole", WHOLE_S),
+        ("layer", WHOLE_S),
+        ("op", WHOLE_S),
+        ("chunk:512", [WHOLE_S[0], 0.06899157113129059, 0.8081249434436475, 8.342465980508285]),
+        ("tile", [*WHOLE_S[:2], 0.7164079053467337, 7.772572109780335]),
     ],
-    ids=["qwentrace-like", "azure", "mooncake"],
 )
-def test_the_default_device_gives_the_figures_that_it_gave_when_it_was_the_only_one(
-    arguments: tuple[object, ...], expected: dict[str, float]
+def test_the_default_device_has_the_times_that_it_had_when_it_was_the_only_one(
+    granularity: str, prefills_s: list[float]
 ) -> None:
-    (found,) = simulate(*arguments)["runs"]
+    cost = PAPER_PLATFORM.cost(Granularity.parse(granularity))
+    assert [cost.prefill_s(n) for n in (1, 700, 8192, 50_000)] == pytest.approx(prefills_s)
+    assert cost.packed_prefill_s([(600, 0), (900, 100)]) == pytest.approx(0.11342063416682896)
+    assert cost.decode_step_s(1, 1) == pytest.approx(0.00985216714075527)
+    assert cost.decode_step_s(16, 20_000) == pytest.approx(0.011559513565473271)
+    assert cost.saturation_tokens == 768
+    assert PAPER_PLATFORM.num_blocks == 426_788 // 512
+
+
+def test_prefills_on_the_default_device_go_as_they_went() -> None:
+    """Prefills only: of decode steps the scheduler's rules have changed since."""
+    (found,) = simulate("--trace", QWEN, "--requests", 300)["runs"]
+    expected = {"attainment": 0.9833, "busy_s": 48.385, "decisions": 604, "preemptions": 129}
+    expected |= {"ttft_mean_s": 0.4013, "ttft_p99_s": 4.3522, "end_s": 69.488}
     assert {name: found[name] for name in expected} == expected
 
 
