@@ -1,8 +1,8 @@
 """Engine: one thread that decides only on events and runs the decided task slice by slice.
 
 A request's way: Engine.submit -> Scheduler.decide -> Executor.run(task) -> Sampler.sample ->
-on_output. The main loop is `_loop`. There is one thread, so there are no stop signals to go stale:
-a preemption cannot act before a boundary anyway, and there the executor looks at the inbox. A
+on_output. The main loop is `_loop`. There is one thread, and one stop signal, which cannot go
+stale: a flag that is raised while the inbox holds messages, and is looked at at each boundary. A
 second thread only ends the waiting of those who wait too long (waiting_room.py).
 """
 
@@ -161,7 +161,7 @@ class Engine:
         )
         return TaskRunner(
             passes,
-            Executor(model.device, self._clock, self._predictor.slice_s),
+            Executor(model.device, self._clock, self._predictor.profiled_s),
             Sampler(model.spec.vocab_size),
             self._predictor,
             self._book,
@@ -175,7 +175,7 @@ class Engine:
 
     @property
     def num_slices(self) -> int:
-        """Slices begun since the start: a sign of life, also within a call that runs many."""
+        """Slices since the start: a sign of life, also within a call that runs many."""
         return self._runner.executor.num_slices + self._interrupt.num_more_slices
 
     def submit(self, request: Request) -> None:

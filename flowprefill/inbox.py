@@ -30,8 +30,8 @@ class Inbox(Generic[T]):
     def take(self) -> list[tuple[float, T]]:
         """All messages that are there, each with its time of arrival."""
         with self._changed:
-            messages, self._messages = self._messages, []
             self._interrupt.clear()
+            messages, self._messages = self._messages, []
             return messages
 
     def wait(self, until_s: float | None) -> list[tuple[float, T]]:

@@ -54,7 +54,7 @@ class Interrupt:
         """Whether it is raised or its timer has run out."""
         return self.is_raised or self._clock.now_s() >= self.timer_s
 
-    def start(self, until_s: float = math.inf) -> None:
+    def begin_stretch(self, until_s: float = math.inf) -> None:
         """A pass begins or goes on, until that time at the latest."""
         self._shared.leave_s = min(self.timer_s, until_s)
 

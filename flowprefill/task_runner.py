@@ -1,7 +1,7 @@
 """TaskRunner: runs what was decided until it ends or something happens, and says what that means.
 
 A prefill runs slice by slice, with the decode steps that are due beside it; at each boundary the
-engine is asked whether to leave. Knows no scheduler beyond the vocabulary of its events.
+interrupt is looked at. Knows no scheduler beyond the vocabulary of its events.
 """
 
 from __future__ import annotations
@@ -107,11 +107,12 @@ class TaskRunner:
     def _run_state(self, state: ProgramState, until_s: float = math.inf) -> RunReport:
         report = self.executor.run(state, self.interrupt, until_s)
         if report.is_done:  # else launched slices may still run, and busy_s would be too short
-            self.predictor.observe(report.busy_s, report.predicted_s)
+            self.predictor.observe(report.busy_s, report.profiled_s)
         return report
 
     def _park(self, task: PrefillTask, prefill: Pass) -> PrefillParked:
-        return PrefillParked(task.task_id, prefill.state.remaining_s(self.predictor.slice_s))
+        remaining_s = prefill.state.remaining_s(self.predictor.profiled_s)
+        return PrefillParked(task.task_id, self.predictor.speed_factor * remaining_s)
 
     def _interrupts(self, task: PrefillTask) -> bool:
         """Whether its start takes the device from a pass in progress."""

@@ -49,7 +49,7 @@ class ScriptedDevice(CpuDevice):
         self.actions: list[tuple[int, int, Callable[[], object]]] = []
         """A heap: slice, order of entry, what to do."""
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         while self.actions and self.actions[0][0] <= self.num_slices:
             heapq.heappop(self.actions)[2]()
         self.num_slices += 1

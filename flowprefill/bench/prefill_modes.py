@@ -1,7 +1,8 @@
 """One prompt prefilled in this process: as the engine does it, and without what slicing costs.
 
-sliced: through the executor, with the engine's check behind each slice. unchecked: the same slices
-in a plain loop. whole: each operator over all rows of the prompt in one slice, in a plain loop.
+sliced: through the executor, which may be told to leave at each boundary. unchecked: the same
+slices in a plain loop without it; kernels that run several slices in a call look at an interrupt
+that is never due. whole: each operator over all rows of the prompt in one slice, in a plain loop.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Prefiller:
     def __init__(self, model: LoadedModel, predictor: FittedPredictor) -> None:
         self._model = model
         self._clock = MonotonicClock()
-        self._executor = Executor(model.device, self._clock, predictor.slice_s)
+        self._executor = Executor(model.device, self._clock, predictor.profiled_s)
         self._interrupt = Interrupt(self._clock)
         self._interrupt.timer_s = _NEVER_S
         self._never = Interrupt(self._clock)

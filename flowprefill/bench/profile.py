@@ -134,7 +134,7 @@ def measure(
     from flowprefill.programs.program import SequenceInput
 
     clock = MonotonicClock()
-    executor = Executor(model.device, clock, predictor.slice_s)
+    executor = Executor(model.device, clock, predictor.profiled_s)
     granularity = Granularity.parse(config.granularity)
     rng = random.Random(seed)
     results = []
@@ -150,7 +150,7 @@ def measure(
             state = model.program.prefill([SequenceInput(tokens, 0, table)], granularity)
             report = executor.run(state, Interrupt(clock))
             measured_s = clock.now_s() - started_s
-            predictor.observe(report.busy_s, report.predicted_s)
+            predictor.observe(report.busy_s, report.profiled_s)
             results.append(Measured(num_tokens, predicted_s, profiled_s, measured_s))
             progress.advance(task, predicted_s)
         progress.update(task, completed=progress.tasks[0].total)

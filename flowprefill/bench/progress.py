@@ -40,7 +40,8 @@ class BenchProgress:
 
 @contextlib.contextmanager
 def bench_progress(total: float | None) -> Iterator[BenchProgress]:
-    """A bar of `total` steps, None: nobody knows how many. Drawn seldom: the engine needs the processors."""
+    """A bar of `total` steps; None: nobody knows how many. Drawn seldom: the engine needs the
+    processors."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

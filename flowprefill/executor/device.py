@@ -37,10 +37,10 @@ class Device(Protocol):
         """Call once in a thread before it runs slices: threads and streams are set per thread."""
         ...
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         """Run or launch the next slice; returns what it returns.
 
-        predicted_s: of that slice
+        profiled_s: of that slice
         interrupt: handed on where several slices may run in one call
         """
         ...
@@ -87,7 +87,7 @@ class CpuDevice:
     def use_in_this_thread(self) -> None:
         torch.set_num_threads(self.num_threads)
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         return run_slice(interrupt)
 
     def wait(self) -> None:
@@ -168,12 +168,12 @@ class CudaDevice:
             dtype.itemsize,
         )
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         self._window.make_room()
         may_leave = run_slice(None)  # one by one, as the window counts them
         event = torch.cuda.Event()
         event.record(self._stream)
-        self._window.launched(event, predicted_s)
+        self._window.launched(event, profiled_s)
         return may_leave
 
     def wait(self) -> None:

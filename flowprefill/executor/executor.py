@@ -19,13 +19,15 @@ class RunReport:
     started_s: float
     """When its first slice started."""
     busy_s: float
-    predicted_s: float
+    profiled_s: float
+    """What the profile says of its slices."""
 
 
 class Executor:
     """Runs one pass at a time on one device."""
 
     def __init__(self, device: Device, clock: Clock, cost: SliceCost) -> None:
+        """cost: by the profile, so that the sums over a pass never change."""
         self._device = device
         self._clock = clock
         self._cost = cost
@@ -36,18 +38,19 @@ class Executor:
     def run(
         self, state: ProgramState, interrupt: Interrupt, until_s: float = math.inf
     ) -> RunReport:
-        """Run until the pass is done, or at a boundary the interrupt is due or the time is over."""
+        """Run until the pass is done, or until a boundary at which the interrupt is due or until_s
+        has come."""
+        before_s = state.remaining_s(self._cost)
+        interrupt.begin_stretch(until_s)
         started_s = self._clock.now_s()
-        interrupt.start(until_s)
-        expected_s = state.remaining_s(self._cost)
         while not state.is_done:
-            predicted_s = self._cost(state.next_slice)
-            may_leave = self._device.run(state.run_slice, predicted_s, interrupt)
+            profiled_s = self._cost(state.next_slice)
+            may_leave = self._device.run(state.run_slice, profiled_s, interrupt)
             self.num_slices += 1
             if may_leave and interrupt.must_leave():
                 break
-        predicted_s = expected_s - state.remaining_s(self._cost)
         if state.is_done:
             self._device.wait()
         busy_s = self._clock.now_s() - started_s
-        return RunReport(state.is_done, started_s, busy_s, predicted_s)
+        profiled_s = before_s - state.remaining_s(self._cost)
+        return RunReport(state.is_done, started_s, busy_s, profiled_s)

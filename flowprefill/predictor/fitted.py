@@ -139,9 +139,9 @@ class FittedPredictor:
         seconds: float = sum(map(mul, coefficients, features))
         return seconds
 
-    def observe(self, busy_s: float, predicted_s: float) -> None:
-        """Take in one measured stretch of slices and what slice_s had predicted for it."""
-        self._speed.observe(busy_s, predicted_s / self.speed_factor)
+    def observe(self, busy_s: float, profiled_s: float) -> None:
+        """Take in one measured stretch of slices and the sum of their profiled_s."""
+        self._speed.observe(busy_s, profiled_s)
 
     # ---- passes -------------------------------------------------------------------------------
 

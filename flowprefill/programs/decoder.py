@@ -131,16 +131,17 @@ class DecoderState:
         """
         piece, num_run = self.next_slice, 1
         operators = self._program.operators
+        goes_on = interrupt is not None and operators.runs_several_slices
         if piece.group is Group.QKV:
             if not self._in_op_order:
                 self._q_row0 = piece.start
             operators.qkv(self._layer, *self._views_of(piece))
         elif piece.group is Group.ATTENTION:
-            q, attended, ends = self._views_of(piece, goes_on=interrupt is not None)
+            q, attended, ends = self._views_of(piece, goes_on)
             run = SliceRun(ends, interrupt, may_leave=piece.is_boundary)
             num_run = operators.attention(self._layer, q, attended, run)
         elif piece.group is Group.MLP:
-            hidden, q, ends = self._views_of(piece, goes_on=interrupt is not None)
+            hidden, q, ends = self._views_of(piece, goes_on)
             run = SliceRun(ends, interrupt, may_leave=piece.is_boundary)
             num_run = operators.mlp(self._layer, hidden, q, run)
         elif piece.group is Group.LAYERS:
@@ -212,6 +213,7 @@ class DecoderState:
             pieces = self._same_operator() if goes_on else [piece]
             rows = slice(piece.start, pieces[-1].end)
             queries = self._q[rows.start - self._q_row0 : rows.stop - self._q_row0]
+            assert len(queries) == rows.stop - rows.start  # kernels trust the slices' ends
             if piece.group is Group.QKV:
                 views = self._hidden[rows], self._rows[rows], queries
             else:

@@ -58,6 +58,8 @@ def check_support(
 class NativeOperators:
     """Implements Operators. One thread calls; the kernels have threads of their own."""
 
+    runs_several_slices = True
+
     def __init__(
         self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache, num_threads: int
     ) -> None:

@@ -81,6 +81,8 @@ class Operators(Protocol):
     """One model's weights and KV cache on a device. `layer` counts from 0."""
 
     cache: KVCache
+    runs_several_slices: bool
+    """Whether one call may run more than the first slice of a SliceRun."""
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """[len(token_ids), hidden], a new tensor."""

@@ -36,6 +36,8 @@ class _Layer:
 class TorchOperators:
     """Implements Operators."""
 
+    runs_several_slices = False
+
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache) -> None:
         """Takes the layers out of `weights`, so that no second copy of them stays."""
         self.cache = cache

@@ -1,8 +1,9 @@
 """DecodePacer: which sequences the next decode step takes, and how long it may wait for prefills.
 
 A step is released one step, one slice and a margin before the first of its tokens is due: earlier
-would only take time from prefills, later would be late as often as not. Steps are spaced so that, while prefills want the
-device, decode takes at most `max_decode_share` of it, even where that makes tokens late.
+would only take time from prefills, later would be late as often as not. Steps are spaced so that,
+while prefills want the device, decode takes at most `max_decode_share` of it, even where that makes
+tokens late.
 """
 
 from __future__ import annotations

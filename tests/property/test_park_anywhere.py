@@ -31,8 +31,8 @@ from tests.factories import write_tiny_model
 from tests.native_kernels import KERNELS
 from tests.unit.programs.runs import WHOLE, load_quietly, random_tokens, run_to_end
 
-LIMITS = SliceLimits(tile_rows=64, attention_work=64 * 128)
-"""Several tiles, and several attention slices in each, already for short prompts."""
+LIMITS = SliceLimits(tile_rows=256, attention_work=64 * 64, mlp_rows=64)
+"""Tiles of several slices of attention and MLP, of which one call may run some."""
 GRANULARITIES = ("whole", "chunk:50", "chunk:64", "layer", "op", "tile")
 NUM_STEPS = 4
 
@@ -103,7 +103,7 @@ def draw_interrupt(draw: random.Random) -> Interrupt | None:
     interrupt = Interrupt(MonotonicClock())
     if kind == "raised":
         interrupt.raise_now()
-    interrupt.start(time.monotonic() + draw.random() * 2e-4 if kind == "soon" else math.inf)
+    interrupt.begin_stretch(time.monotonic() + draw.random() * 5e-5 if kind == "soon" else math.inf)
     return interrupt
 
 
@@ -189,7 +189,7 @@ def tiny(request: pytest.FixtureRequest, paths: dict[str, Path]) -> LoadedModel:
 
 
 def several(most: int, granularities: tuple[str, ...]) -> st.SearchStrategy[list[tuple[int, str]]]:
-    one = st.tuples(st.integers(1, 300), st.sampled_from(granularities))
+    one = st.tuples(st.integers(1, 400), st.sampled_from(granularities))
     return st.lists(one, min_size=2, max_size=most)
 
 

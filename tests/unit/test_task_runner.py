@@ -52,7 +52,7 @@ class TickingDevice(CpuDevice):
         self._clock = clock
         self.at_s: dict[float, Callable[[], object]] = {}
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         action = self.at_s.pop(self._clock.now_s(), None)
         if action:
             action()
@@ -87,7 +87,7 @@ class Bench:
         self.passes = Passes(model.program, TILE, BLOCK, CPU, self)
         self.runner = TaskRunner(
             self.passes,
-            Executor(self.device, self.clock, predictor.slice_s),
+            Executor(self.device, self.clock, predictor.profiled_s),
             Sampler(model.spec.vocab_size),
             predictor,
             self.book,

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 
@@ -25,6 +26,9 @@ struct Interrupt {
     return is_raised.load() != 0 || now.tv_sec + 1e-9 * now.tv_nsec >= leave_s;
   }
 };
+
+static_assert(sizeof(Interrupt) == 24 && offsetof(Interrupt, leave_s) == 8);
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
 struct Piece {
   int start, rows;

@@ -66,8 +66,8 @@ class RecordingDevice:
     def slice_limits(self, spec: object, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
         raise AssertionError("the executor has no use for it")
 
-    def run(self, run_slice: RunSlice, predicted_s: float, interrupt: Interrupt) -> bool:
-        self.predictions.append(predicted_s)
+    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
+        self.predictions.append(profiled_s)
         return run_slice(interrupt)
 
     def wait(self) -> None:
@@ -152,18 +152,18 @@ def test_any_interruptions_run_each_slice_once(boundaries: list[bool], wishes: l
     assert sum(r.busy_s for r in reports) == len(boundaries)
     expected = [PREDICTED_S + i for i in range(len(boundaries))]
     assert setup.device.predictions == expected
-    assert sum(r.predicted_s for r in reports) == pytest.approx(sum(expected))
+    assert sum(r.profiled_s for r in reports) == pytest.approx(sum(expected))
 
 
 def test_report_covers_its_own_stretch(setup: Setup) -> None:
     state = setup.new_pass([True] * 4)
     first = setup.executor.run(state, Wish(False, True, False))
     assert (first.is_done, first.started_s, first.busy_s) == (False, 100.0, 2.0)
-    assert first.predicted_s == PREDICTED_S + (PREDICTED_S + 1)
+    assert first.profiled_s == PREDICTED_S + (PREDICTED_S + 1)
     setup.clock.advance_to(150.0)  # another task had the device
     second = setup.executor.run(state, never())
     assert (second.is_done, second.started_s, second.busy_s) == (True, 150.0, 2.0)
-    assert second.predicted_s == (PREDICTED_S + 2) + (PREDICTED_S + 3)
+    assert second.profiled_s == (PREDICTED_S + 2) + (PREDICTED_S + 3)
 
 
 def test_slices_count_over_all_passes(setup: Setup) -> None:
@@ -208,4 +208,4 @@ def test_slices_of_one_call_are_all_predicted_and_count_once(setup: Setup) -> No
 
     report = setup.executor.run(Eager(setup.clock, [True] * 4), never())
     assert setup.executor.num_slices == 2
-    assert report.predicted_s == 4 * PREDICTED_S + 0 + 1 + 2 + 3
+    assert report.profiled_s == 4 * PREDICTED_S + 0 + 1 + 2 + 3

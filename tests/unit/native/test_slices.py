@@ -76,12 +76,12 @@ def test_no_slice_begins_once_it_must_be_left(work: tuple[Tensor, Run], reason: 
     if reason == "raised":
         interrupt.raise_now()
     else:
-        interrupt.start(until_s=time.monotonic())
+        interrupt.begin_stretch(until_s=time.monotonic())
     out = rows.clone()
     assert run(out, ENDS, interrupt) == 1
     assert torch.equal(out[ENDS[0] :], rows[ENDS[0] :])
     interrupt.clear()
-    interrupt.start()
+    interrupt.begin_stretch()
     assert run(rows.clone(), ENDS[:2], interrupt) == 2
 
 
@@ -110,3 +110,28 @@ def test_every_slice_behind_the_first_is_counted_as_it_begins(work: tuple[Tensor
     interrupt.raise_now()
     assert run(rows.clone(), ENDS, interrupt) == 1
     assert interrupt.num_more_slices == num_run - 1
+
+
+@pytest.mark.parametrize("reason", ["raised", "time"])
+def test_a_running_call_ends_once_it_must_be_left(decoder: Decoder, reason: str) -> None:
+    """A thousand slices, and a wish to leave that comes while they run."""
+    num_rows = 128 * 1000
+    hidden = random_hidden(decoder.spec, num_rows, decoder.dtype)
+    attended = torch.zeros(num_rows, decoder.spec.q_size)
+    ends = slice_ends(range(128, num_rows + 1, 128))
+    interrupt = Interrupt(MonotonicClock())
+
+    def raise_once_it_runs() -> None:
+        while interrupt.num_more_slices == 0:
+            pass
+        interrupt.raise_now()
+
+    raiser = threading.Thread(target=raise_once_it_runs)
+    if reason == "raised":
+        raiser.start()
+    else:
+        interrupt.begin_stretch(until_s=time.monotonic() + 1e-3)
+    num_run = decoder.operators.mlp(LAYER, hidden, attended, SliceRun(ends, interrupt, True))
+    if reason == "raised":
+        raiser.join()
+    assert 1 < num_run < len(ends)

@@ -235,7 +235,7 @@ class TestSpeed:
     def test_the_factor_scales_every_prediction(self) -> None:
         predictor, slow = make_predictor(), make_predictor()
         for _ in range(10):
-            slow.observe(2.0, slow.speed_factor)
+            slow.observe(2.0, 1.0)
         assert slow.speed_factor == 2.0
         for piece in all_shapes():
             assert slow.slice_s(piece) == 2 * predictor.slice_s(piece)

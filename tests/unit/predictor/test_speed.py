@@ -50,7 +50,7 @@ class Device:
         device_s = self._truth.prefill_s(num_tokens) * self.slowness * noise * times_longer
         self.clock.advance_to(started_s + device_s)
         busy_s = self.clock.now_s() - started_s
-        self.predictor.observe(busy_s, predicted_s)
+        self.predictor.observe(busy_s, predicted_s / self.predictor.speed_factor)
         return abs(predicted_s / busy_s - 1)
 
     def errors(self, count: int) -> list[float]:

@@ -195,7 +195,7 @@ class TestSeveralSlicesInACall:
     @pytest.fixture
     def interrupt(self) -> Interrupt:
         interrupt = Interrupt(MonotonicClock())
-        interrupt.start()
+        interrupt.begin_stretch()
         return interrupt
 
     def calls(self, runner: Runner, interrupt: Interrupt | None, granularity: str) -> list[bool]:
