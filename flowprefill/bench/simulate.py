@@ -143,7 +143,7 @@ def run(
     if validate:
         from flowprefill.bench import simulate_validate
 
-        results = simulate_validate.run(plan, config, all_loads, seed)
+        results = simulate_validate.run(plan, config, all_loads, slo_scale, seed)
     elif plots is not None:
         results = simulate_plots.run(plan, bool(policies or granularities), plots)
     else:

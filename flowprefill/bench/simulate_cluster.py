@@ -5,20 +5,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.simulate_plan import Plan, Window, make_window
 from flowprefill.bench.simulate_runs import runs_table
 from flowprefill.granularity import Granularity
+from flowprefill.metrics import percentile
 from flowprefill.simulator.cluster import Cluster
 from flowprefill.simulator.offered import OfferedRequest, repeat
-from flowprefill.simulator.replay import Setup, at_load
-from flowprefill.workload import Objective, read_trace, window
+from flowprefill.simulator.replay import Setup, at_load, scaled
+from flowprefill.workload import read_trace, window
 
 _SHOWN_EVERY = 1000
 """Requests between two movements of the progress bar."""
@@ -72,12 +71,8 @@ def _load_window(plan: Plan, path: Path, num_replicas: int) -> Window:
 def _offer(
     found: Window, num_requests: int, slo_scale: float, progress: BenchProgress
 ) -> Iterable[OfferedRequest]:
-    goals = [_scaled(goal, slo_scale) for goal in found.objectives]
+    goals = [scaled(goal, slo_scale) for goal in found.objectives]
     return _counted(repeat(found.requests, goals, num_requests), progress)
-
-
-def _scaled(goal: Objective, scale: float) -> Objective:
-    return replace(goal, ttft_s=goal.ttft_s * scale, tbt_s=goal.tbt_s * scale)
 
 
 def _counted(
@@ -91,16 +86,15 @@ def _counted(
 def describe_cluster(cluster: Cluster) -> dict[str, Any]:
     """The figures of one run, named as those of a replay on one replica."""
     tally, replicas = cluster.tally, cluster.replicas
-    ttfts = np.frombuffer(tally.ttft_s)
-    percentiles = zip((50, 90, 99), np.percentile(ttfts, [50, 90, 99]), strict=True)
+    ttfts = sorted(tally.ttft_s)
     end_s = cluster.now_s
     busy_s = [replica.counters.busy_s for replica in replicas]
     return {
         "attainment": round(tally.attainment, 4),
         "attainment_by_class": {k: round(v, 4) for k, v in tally.attainment_by_class.items()},
         "requests_by_class": dict(sorted(tally.num_by_class.items())),
-        **{f"ttft_p{q}_s": round(float(value), 4) for q, value in percentiles},
-        "ttft_mean_s": round(float(ttfts.mean()), 4),
+        **{f"ttft_p{q}_s": round(percentile(ttfts, q), 4) for q in (50, 90, 99)},
+        "ttft_mean_s": round(sum(ttfts) / len(ttfts), 4),
         "tbt_attainment": round(tally.num_gaps_kept / tally.num_ended, 4),
         "preemptions": sum(replica.scheduler.num_preemptions() for replica in replicas),
         "max_preemptions_of_a_request": tally.max_preemptions,

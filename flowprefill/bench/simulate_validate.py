@@ -29,7 +29,7 @@ from flowprefill.metrics import percentile
 from flowprefill.replay.plan import PlannedRequest, plan_replay
 from flowprefill.replay.records import MAX_SEND_LAG_S, ReplayRecord, attainment, send_lag_p99_s
 from flowprefill.simulator.profiled import ProfiledPlatform
-from flowprefill.simulator.replay import Replay, Setup, at_load
+from flowprefill.simulator.replay import Replay, Setup, at_load, scaled
 from flowprefill.workload import Objective, TraceRequest
 
 if TYPE_CHECKING:
@@ -97,10 +97,12 @@ class Calibration:
     """Of a prefill, beside its slices and the choice of its tokens."""
 
 
-def run(plan: Plan, config: EngineConfig, loads: Sequence[float], seed: int) -> dict[str, Any]:
+def run(
+    plan: Plan, config: EngineConfig, loads: Sequence[float], slo_scale: float, seed: int
+) -> dict[str, Any]:
     """Compare at each load, print a table, return the JSON object.
 
-    plan: of a ProfiledPlatform; config: the same model's
+    plan: of a ProfiledPlatform; config: the same model's; slo_scale: times all objectives
     Raises BenchmarkError if the engine fails a request.
     """
     from rich.console import Console
@@ -116,7 +118,10 @@ def run(plan: Plan, config: EngineConfig, loads: Sequence[float], seed: int) -> 
             try:
                 validator = _Validator(plan, cell, engine, replayer, progress)
                 calibrations.append(validator.calibrate())
-                found += [validator.compare(*at) for at in itertools.product(plan.traces, loads)]
+                found += [
+                    validator.compare(path, load, slo_scale)
+                    for path, load in itertools.product(plan.traces, loads)
+                ]
             finally:
                 engine.close()
     Console(width=160).print(make_table(found))
@@ -159,16 +164,17 @@ class _Validator:
         self._platform = replace(self._platform, times=times)
         return calibration
 
-    def compare(self, path: Path, load: float) -> Comparison:
+    def compare(self, path: Path, load: float, slo_scale: float) -> Comparison:
         """Both on the trace's first window at this load."""
         self._progress.describe(f"{self._cell.name} {path.stem} at load {load:g}")
         window = take_window(self._plan, path, 0)
         requests = self._own_prefixes(at_load(window.requests, load, self._platform))
+        goals = [scaled(goal, slo_scale) for goal in window.objectives]
         num_before = self._engine.stats().num_preemptions
-        records = self._replay(plan_replay(requests, window.objectives))
+        records = self._replay(plan_replay(requests, goals))
         num_preemptions = self._engine.stats().num_preemptions - num_before
         setup = Setup(self._cell.policy, self._granularity, 0.0, 0, self._platform)
-        simulated = Replay(requests, setup, objectives=window.objectives).run_all()
+        simulated = Replay(requests, setup, objectives=goals).run_all()
         self._progress.advance()
         ttfts_s = [record.ttft_s for record in records]
         theirs_s = [record.ttft_s for record in simulated.records.values()]

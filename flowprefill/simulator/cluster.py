@@ -12,8 +12,9 @@ import heapq
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from flowprefill.scheduler.events import Decision, Event
 from flowprefill.simulator.cost import CostModel
 from flowprefill.simulator.offered import OfferedRequest
 from flowprefill.simulator.replay import Setup, arrival_of
@@ -29,6 +30,7 @@ class Tally:
         """All that arrived."""
         self.on_time_by_class: Counter[str] = Counter()
         self.ttft_s = array("d")
+        """Infinite for those that were rejected."""
         self.num_ended = 0
         self.num_gaps_kept = 0
         """Requests of which no gap between two tokens exceeded the TBT objective."""
@@ -64,7 +66,8 @@ class Tally:
 
 
 class Replica(Simulator):
-    """One of a cluster. It tells of first tokens, and forgets requests that have ended."""
+    """One of a cluster. It tells of first tokens and rejections, and forgets requests that have
+    ended."""
 
     def __init__(self, index: int, cluster: Cluster, setup: Setup, cost: CostModel) -> None:
         scheduler = setup.scheduler(cluster.predictor)
@@ -79,6 +82,11 @@ class Replica(Simulator):
         if record.ended:
             del self.records[req_id]
             self._cluster.end(record)
+
+    def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
+        for req_id in decision.rejected:
+            self._cluster.router.first_token(self._index, req_id, self.now_s)
+            self._cluster.end(self.records.pop(req_id))
 
 
 class Cluster:
@@ -109,7 +117,7 @@ class Cluster:
         self._run_until(math.inf)
 
     def end(self, record: RequestRecord) -> None:
-        """A request has its last token."""
+        """A request has its last token, or was rejected."""
         self.tally.add(self._class_of.pop(record.arrival.req_id), record)
 
     def _arrive(self, req_id: int, one: OfferedRequest) -> None:

@@ -90,7 +90,7 @@ class Replay(Simulator):
         goals = objectives or [objective(request) for request in requests]
         block_tokens = setup.platform.block_tokens
         for req_id, (request, goal) in enumerate(zip(requests, goals, strict=True)):
-            self._submit(req_id, request, _scaled(goal, slo_scale), block_tokens)
+            self._submit(req_id, request, scaled(goal, slo_scale), block_tokens)
         self._deadlines.sort(key=lambda item: item[0])
 
     def _submit(
@@ -165,7 +165,8 @@ def arrival_of(req_id: int, request: TraceRequest, goal: Objective, block_tokens
     )
 
 
-def _scaled(goal: Objective, scale: float) -> Objective:
+def scaled(goal: Objective, scale: float) -> Objective:
+    """The objective, its times multiplied by `scale`."""
     if scale == 1.0:
         return goal
     return replace(goal, ttft_s=goal.ttft_s * scale, tbt_s=goal.tbt_s * scale)

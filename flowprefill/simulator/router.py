@@ -30,7 +30,7 @@ class Router(Protocol):
         ...
 
     def first_token(self, replica: int, req_id: int, now_s: float) -> None:
-        """A request that was sent there has its first token."""
+        """A request that was sent there has its first token, or was rejected."""
         ...
 
 
@@ -81,7 +81,7 @@ class Backlogs:
         self._set(replica, max(self._free_s[replica], now_s) + prefill_s)
 
     def remove(self, replica: int, req_id: int, now_s: float) -> None:
-        """Its first token has come."""
+        """Its first token has come, or its rejection."""
         unfinished = self.unfinished[replica]
         _, prefill_s = unfinished.pop(req_id)
         left_s = self._sums_s[replica] = self._sums_s[replica] - prefill_s if unfinished else 0.0

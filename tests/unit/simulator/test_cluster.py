@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flowprefill.granularity import Granularity
+from flowprefill.scheduler.scheduler import SchedulerOptions
 from flowprefill.simulator.cluster import Cluster
 from flowprefill.simulator.offered import repeat
+from flowprefill.simulator.profiled import DeviceTimes, ProfiledPlatform
 from flowprefill.simulator.replay import Replay, Setup, at_load
 from flowprefill.simulator.router import ROUTERS
 from flowprefill.workload import (
+    Objective,
     TraceRequest,
     clip_lengths,
     objective,
@@ -21,6 +26,7 @@ from flowprefill.workload import (
     scale_rate,
     window,
 )
+from tests.unit.predictor.shapes import LIMITS, NUM_LAYERS, TRUTH
 
 TRACES = Path(__file__).parents[3] / "clients" / "traces"
 QWEN = clip_lengths(read_trace(TRACES / "qwentrace_like_synthetic_10min.csv"), 1_000_000, 1)
@@ -89,6 +95,21 @@ def test_the_same_seed_gives_the_same_run(router: str) -> None:
     requests = at_load(QWEN[:400], 0.8 * 20)
     first, second = run(requests, 20, router), run(requests, 20, router)
     assert first.tally.ttft_s == second.tally.ttft_s
+
+
+def test_rejected_requests_end_too() -> None:
+    times = DeviceTimes(tuple(TRUTH.items()), (1e-3, 0.5e-3), NUM_LAYERS, LIMITS)
+    options = SchedulerOptions(reject_infeasible=True)
+    platform = ProfiledPlatform("this CPU", "tiny", times, 16, 5000, 8192, options)
+    requests = at_load([replace(r, input_tokens=500) for r in QWEN[:200]], 6.0, platform)
+    rejecting = Setup("s-edf", Granularity("tile"), 0.0, 0, platform)
+    cluster = Cluster(rejecting, 2, "least-load")
+    cluster.run(repeat(requests, [Objective("text", 1.0, 1.0)] * 200, 200))
+    num_rejected = sum(ttft_s == math.inf for ttft_s in cluster.tally.ttft_s)
+    assert 20 < num_rejected < 180
+    assert cluster.tally.num_ended == 200
+    assert cluster.tally.attainment == pytest.approx(1 - num_rejected / 200, abs=0.2)
+    assert not cluster._class_of and not any(r.records for r in cluster.replicas)
 
 
 def test_more_replicas_serve_the_same_requests_sooner() -> None:
