@@ -1,6 +1,6 @@
 """`flowprefill bench goodput`: the load that each policy and granularity carries on the engine.
 
-Windows of a trace are replayed in this process on one engine after the other, all of one
+A stretch of a trace is replayed in this process on one engine after the other, all of one
 model.json, which differ in policy and granularity alone. Measured are the highest load with 90% of
 the requests on time, the same with 90% of every class, and the tightest objectives.
 """
@@ -32,7 +32,7 @@ SCALE_LOAD = 0.7
 
 @dataclass
 class CellResult:
-    """Outcomes of a cell, one of each window."""
+    """Outcomes of a cell, one of each block."""
 
     by_load: dict[float, list[Outcome]] = field(default_factory=dict)
     by_tightness: dict[float, list[Outcome]] = field(default_factory=dict)
@@ -51,10 +51,10 @@ def run(
     slo_scales: Annotated[
         bool, typer.Option(help="Search the tightest objectives of s-edf as well.")
     ] = True,
-    windows: Annotated[
-        int, typer.Option(min=1, help="Windows, spread over the trace; intervals are over them.")
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 800,
+    blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
     ] = 10,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of a window.")] = 40,
     length_divisor: Annotated[
         float, typer.Option(min=0.01, help="Prompts are so many times shorter, and chunks too.")
     ] = 8.0,
@@ -84,7 +84,7 @@ def run(
             traces=(trace,),
             policies=(),
             granularities=(),
-            num_seeds=windows,
+            num_seeds=1,
             num_requests=requests,
             error=0.0,
             max_output_tokens=output_tokens,
@@ -93,11 +93,11 @@ def run(
             model=None,
             length_scale=1 / length_divisor,
         )
-        plan = make_plan(options, names, progress.describe)
+        plan = make_plan(options, blocks, names, progress.describe)
         facts = {
             "trace": trace.name,
-            "windows": windows,
             "requests": requests,
+            "blocks": blocks,
             "length_divisor": length_divisor,
             "output_tokens": output_tokens,
         }
@@ -175,5 +175,5 @@ def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
 
 
 def curve(by_load: dict[float, list[Outcome]], measure_of: Measure) -> Curve:
-    """Attainment by load, over all windows."""
+    """Attainment by load, over all blocks."""
     return {load: measure_of(outcomes) for load, outcomes in by_load.items()}

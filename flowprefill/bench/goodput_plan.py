@@ -1,13 +1,15 @@
-"""What `flowprefill bench goodput` measures: windows with objectives, cells, and where to look.
+"""What `flowprefill bench goodput` measures: requests with objectives, cells, and where to look.
 
-The same windows are simulated on this device's profile first: that says which chunk size of a
+The same requests are simulated on this device's profile first: that says which chunk size of a
 policy is worth measuring, and near which load to begin.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from flowprefill.bench.crossing import crossing, search, snap
 from flowprefill.bench.goodput_runs import Cell
@@ -17,6 +19,8 @@ from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.platform import Platform
 from flowprefill.simulator.replay import Replay, Setup, at_load, offered_load
+
+T = TypeVar("T")
 
 TARGET = 0.9
 FULL_CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
@@ -33,7 +37,9 @@ class GoodputPlan:
     """Everything that is decided before the first engine is started."""
 
     platform: Platform
-    windows: Sequence[Window]
+    window: Window
+    """The requests, as they are run."""
+    num_blocks: int
     guesses: Mapping[Cell, tuple[float, float]]
     """Cells, and the loads expected to be their highest: overall, and with every class."""
     every_class_cells: frozenset[Cell]
@@ -44,30 +50,34 @@ class GoodputPlan:
 
     @property
     def rate_at_load_1(self) -> float:
-        """Requests per second, mean of the windows."""
-        rates = [
-            len(w.requests) / (w.requests[-1].arrival_s * offered_load(w.requests, self.platform))
-            for w in self.windows
-        ]
-        return sum(rates) / len(rates)
+        """Requests per second."""
+        requests = self.window.requests
+        load = offered_load(requests, self.platform)
+        return (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s) / load
+
+    def blocks(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """What belongs to each request, by blocks of consecutive ones."""
+        edges = [round(i * len(items) / self.num_blocks) for i in range(self.num_blocks + 1)]
+        return [items[low:high] for low, high in itertools.pairwise(edges)]
 
 
 def make_plan(
-    options: Plan, cell_names: Sequence[str], describe: Callable[[str], None]
+    options: Plan, num_blocks: int, cell_names: Sequence[str], describe: Callable[[str], None]
 ) -> GoodputPlan:
     """Raises TraceError or ConfigError.
 
-    options: one trace, windows, lengths; its cells are not looked at
+    options: one trace, number and lengths of its requests; its cells are not looked at
     cell_names: empty = the default cells; describe: says what is simulated
     """
-    windows = [take_window(options, options.traces[0], i) for i in range(options.num_seeds)]
-    guess = Guess(windows, options.platform, describe)
+    window = take_window(options, options.traces[0], 0)
+    guess = Guess(window, options.platform, describe)
     cells = [_parse_cell(name) for name in cell_names] or _default_cells(
         guess, options.length_scale
     )
     return GoodputPlan(
         options.platform,
-        windows,
+        window,
+        num_blocks,
         {cell: guess.loads(cell) for cell in cells},
         frozenset(c for c in cells if not c.granularity.startswith("chunk")),
         frozenset(c for c in cells if c.policy == "s-edf"),
@@ -106,10 +116,8 @@ def _parse_cell(name: str) -> Cell:
 class Guess:
     """Highest loads by simulation."""
 
-    def __init__(
-        self, windows: Sequence[Window], platform: Platform, describe: Callable[[str], None]
-    ) -> None:
-        self._windows = windows
+    def __init__(self, window: Window, platform: Platform, describe: Callable[[str], None]) -> None:
+        self._window = window
         self._platform = platform
         self._describe = describe
         self._loads: dict[Cell, tuple[float, float]] = {}
@@ -131,15 +139,8 @@ class Guess:
         return crossing(curve, TARGET)
 
     def _attainments(self, cell: Cell, load: float) -> tuple[float, float]:
-        """Of all windows together: of all requests, and of the class that fares worst."""
+        """Of all requests, and of the class that fares worst."""
         setup = Setup(cell.policy, Granularity.parse(cell.granularity), 0.0, 0, self._platform)
-        on_time: dict[str, list[bool]] = {}
-        for window in self._windows:
-            requests = at_load(window.requests, load, self._platform)
-            replay = Replay(requests, setup, objectives=window.objectives).run_all()
-            for name, records in replay.records_by_class().items():
-                met = [record.ttft_s <= record.arrival.ttft_slo_s for record in records]
-                on_time.setdefault(name, []).extend(met)
-        everyone = [met for members in on_time.values() for met in members]
-        shares = [sum(members) / len(members) for members in on_time.values()]
-        return sum(everyone) / len(everyone), min(shares)
+        requests = at_load(self._window.requests, load, self._platform)
+        replay = Replay(requests, setup, objectives=self._window.objectives).run_all()
+        return replay.attainment, min(replay.attainment_by_class.values())

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 Results = Mapping[Cell, CellResult]
 Measure = Callable[[Sequence[Outcome]], float]
 Value = Callable[[Sequence[int]], float]
-"""A figure of a sample of windows."""
+"""A figure of a sample of blocks."""
 
 
 def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
     """The JSON object. Rates are requests per second."""
-    num_windows = len(plan.windows)
+    num_blocks = plan.num_blocks
 
     def with_interval(value: Value) -> list[float]:
-        interval = bootstrap(value, num_windows, seed)
-        return [round(v, 4) for v in (value(range(num_windows)), *interval)]
+        interval = bootstrap(value, num_blocks, seed)
+        return [round(v, 4) for v in (value(range(num_blocks)), *interval)]
 
     overall = {cell: _max_load(result, attainment) for cell, result in results.items()}
     every_class = {
@@ -45,8 +45,8 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
     tightness = {
         cell: _max_tightness(result) for cell, result in results.items() if result.by_tightness
     }
-    windows = range(num_windows)
-    best = max(overall, key=lambda cell: overall[cell](windows))
+    everything = range(num_blocks)
+    best = max(overall, key=lambda cell: overall[cell](everything))
     ratios = _ratios(plan, overall, every_class, tightness, best)
     rate = plan.rate_at_load_1
     return {
@@ -68,7 +68,7 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
 
 
 def _max_load(result: CellResult, measure_of: Measure) -> Value:
-    """Highest load of a sample of windows."""
+    """Highest load of a sample of blocks."""
 
     def value(indices: Sequence[int]) -> float:
         curve = {
@@ -91,8 +91,8 @@ def _ratios(
     tightness: Mapping[Cell, Value],
     best: Cell,
 ) -> dict[str, Value]:
-    """Ratios of highest loads, window by window: those whose cells were measured."""
-    windows = range(len(plan.windows))
+    """Ratios of highest loads, block by block: those whose cells were measured."""
+    everything = range(plan.num_blocks)
     baseline, s_edf = Cell.parse(BASELINE), Cell("s-edf", "tile")
     chunks = [c for c in overall if c.policy == best.policy and c.granularity.startswith("chunk")]
     common = Cell(best.policy, common_chunk(plan.length_scale))
@@ -102,11 +102,11 @@ def _ratios(
         "ratio_to_chunk_2048": _ratio(overall, best, common),
     }
     if chunks and best not in chunks:
-        best_chunk = max(chunks, key=lambda cell: overall[cell](windows))
+        best_chunk = max(chunks, key=lambda cell: overall[cell](everything))
         ratios["ratio_to_own_best_chunk"] = _ratio(overall, best, best_chunk)
     tight_chunks = [c for c in tightness if c.granularity.startswith("chunk")]
     if s_edf in tightness and tight_chunks:
-        tightest = max(tight_chunks, key=lambda cell: tightness[cell](windows))
+        tightest = max(tight_chunks, key=lambda cell: tightness[cell](everything))
         ratios["slo_scale_ratio_to_best_chunk"] = _ratio(tightness, tightest, s_edf)
     return {name: ratio for name, ratio in ratios.items() if ratio}
 
@@ -171,8 +171,8 @@ def _lags(results: Results) -> dict[str, Any]:
 def _objectives(plan: GoodputPlan) -> dict[str, float]:
     """TTFT objective of the first request of each class; those of a class are alike, or in
     proportion to their lengths."""
-    goals = (goal for window in plan.windows for goal in reversed(window.objectives))
-    return dict(sorted((goal.name, round(goal.ttft_s, 4)) for goal in goals))
+    goals = {goal.name: round(goal.ttft_s, 4) for goal in reversed(plan.window.objectives)}
+    return dict(sorted(goals.items()))
 
 
 def _bound_fraction(plan: GoodputPlan, result: CellResult) -> dict[str, float | None]:
@@ -184,18 +184,13 @@ def _bound_fraction(plan: GoodputPlan, result: CellResult) -> dict[str, float | 
 
 
 def _share_of_bound(plan: GoodputPlan, load: float, outcomes: Sequence[Outcome]) -> float | None:
-    total = 0
-    for window in plan.windows:
-        requests = at_load(window.requests, load, plan.platform)
-        arrivals = [
-            arrival_of(i, request, goal, plan.platform.block_tokens)
-            for i, (request, goal) in enumerate(zip(requests, window.objectives, strict=True))
-        ]
-        bound = offline_bound_on(plan.platform, arrivals)
-        if bound is None:
-            return None
-        total += bound
-    return round(sum(o.num_on_time for o in outcomes) / total, 4)
+    requests = at_load(plan.window.requests, load, plan.platform)
+    arrivals = [
+        arrival_of(i, request, goal, plan.platform.block_tokens)
+        for i, (request, goal) in enumerate(zip(requests, plan.window.objectives, strict=True))
+    ]
+    bound = offline_bound_on(plan.platform, arrivals)
+    return round(sum(o.num_on_time for o in outcomes) / bound, 4) if bound else None
 
 
 def _scaled(values: Sequence[float], factor: float) -> list[float]:

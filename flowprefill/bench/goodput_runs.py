@@ -1,7 +1,9 @@
-"""The measuring part of `flowprefill bench goodput`: windows of a trace replayed on engines.
+"""The measuring part of `flowprefill bench goodput`: a stretch of a trace replayed on engines.
 
 A cell is one policy at one granularity; everything else in model.json is the same for all. Each
-cell sees the same windows, arrivals and prompts. Idle time is cut out of the replays.
+cell sees the same arrivals and prompts, in one go: started anew for a few dozen requests at a time
+an engine would carry twice the load, as what it has not served by then waits for nobody. Idle time
+is cut out. Outcomes are kept by blocks of consecutive requests, over which intervals are taken.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flowprefill.bench.engine_replay import EngineReplayer
 from flowprefill.bench.progress import BenchProgress
@@ -24,7 +26,6 @@ from flowprefill.simulator.replay import at_load
 
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_plan import GoodputPlan
-    from flowprefill.bench.simulate_plan import Window
 
 _FREE_KNOBS = frozenset({"policy", "granularity"})
 """What may differ between two cells."""
@@ -61,7 +62,7 @@ class Point:
 
 @dataclass
 class Outcome:
-    """What came of one window."""
+    """What came of one block of requests."""
 
     num_by_class: dict[str, int] = field(default_factory=dict)
     on_time_by_class: dict[str, int] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Outcome:
     """Between two tokens."""
     send_lags_s: list[float] = field(default_factory=list)
     blocking_s: list[float] = field(default_factory=list)
+    """This and the counts below: of the whole replay, with its first block."""
     num_preemptions: int = 0
     num_decisions: int = 0
 
@@ -84,12 +86,12 @@ class Outcome:
 
 
 def attainment(outcomes: Sequence[Outcome]) -> float:
-    """Of all windows together."""
+    """Of all blocks together."""
     return sum(o.num_on_time for o in outcomes) / sum(o.num_requests for o in outcomes)
 
 
 def worst_class_attainment(outcomes: Sequence[Outcome]) -> float:
-    """Of the class that fares worst, all windows together."""
+    """Of the class that fares worst, all blocks together."""
     names = {name for o in outcomes for name in o.num_by_class}
     return min(
         sum(o.on_time_by_class.get(name, 0) for o in outcomes)
@@ -117,11 +119,12 @@ class GoodputRuns:
         self._engine: tuple[Cell, Engine, EngineReplayer] | None = None
 
     def measure(self, point: Point) -> list[Outcome]:
-        """The outcome of each window."""
+        """The outcome of each block."""
         found = self._store.outcomes.get(point)
         if found is None:
-            found = [self._replay(point, window) for window in self._plan.windows]
+            found = self._replay(point)
             self._store.add(point, found)
+            self._progress.advance()
         return found
 
     def close(self) -> None:
@@ -129,25 +132,23 @@ class GoodputRuns:
             self._engine[1].close()
             self._engine = None
 
-    def _replay(self, point: Point, window: Window) -> Outcome:
+    def _replay(self, point: Point) -> list[Outcome]:
         self._progress.describe(f"{point.cell.name} at load {point.load:.3g}")
         engine, replayer = self._running(point.cell)
+        window = self._plan.window
         requests = at_load(window.requests, point.load, self._plan.platform)
         goals = [replace(o, ttft_s=o.ttft_s * point.slo_scale) for o in window.objectives]
-        plan = plan_replay(requests, goals)
         before = engine.stats()
-        records = replayer.run(engine, plan, cut_idle=True)
+        records = replayer.run(engine, plan_replay(requests, goals), cut_idle=True)
         after = engine.stats()
         failed = next((r.error for r in records if r.error), None)
         if failed:
             raise BenchmarkError(f"{point.cell.name}: a request failed: {failed}")
-        self._progress.advance()
-        return Outcome(
-            **_figures(records),
-            blocking_s=list(after.blocking_s[len(before.blocking_s) :]),
-            num_preemptions=after.num_preemptions - before.num_preemptions,
-            num_decisions=after.num_decisions - before.num_decisions,
-        )
+        outcomes = [_outcome(block) for block in self._plan.blocks(records)]
+        outcomes[0].blocking_s = list(after.blocking_s[len(before.blocking_s) :])
+        outcomes[0].num_preemptions = after.num_preemptions - before.num_preemptions
+        outcomes[0].num_decisions = after.num_decisions - before.num_decisions
+        return outcomes
 
     def _running(self, cell: Cell) -> tuple[Engine, EngineReplayer]:
         """The cell's engine; one at a time is loaded."""
@@ -160,17 +161,15 @@ class GoodputRuns:
         return self._engine[1], self._engine[2]
 
 
-def _figures(records: Sequence[ReplayRecord]) -> dict[str, Any]:
+def _outcome(records: Sequence[ReplayRecord]) -> Outcome:
     classes = by_class(records)
-    return {
-        "num_by_class": {name: len(members) for name, members in classes.items()},
-        "on_time_by_class": {
-            name: sum(r.is_on_time for r in members) for name, members in classes.items()
-        },
-        "ttft_by_class": {name: [r.ttft_s for r in members] for name, members in classes.items()},
-        "gaps_s": [gap for record in records for gap in record.times.tbt_s],
-        "send_lags_s": [record.send_lag_s for record in records],
-    }
+    return Outcome(
+        {name: len(members) for name, members in classes.items()},
+        {name: sum(r.is_on_time for r in members) for name, members in classes.items()},
+        {name: [r.ttft_s for r in members] for name, members in classes.items()},
+        [gap for record in records for gap in record.times.tbt_s],
+        [record.send_lag_s for record in records],
+    )
 
 
 def with_cell(config: EngineConfig, cell: Cell) -> EngineConfig:

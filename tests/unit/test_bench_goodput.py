@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from flowprefill.bench.crossing import (
     MAX_LOAD,
@@ -21,6 +23,7 @@ from flowprefill.bench.crossing import (
     next_load,
     snap,
 )
+from flowprefill.bench.goodput_plan import GoodputPlan
 from flowprefill.bench.goodput_runs import (
     Cell,
     Outcome,
@@ -33,8 +36,12 @@ from flowprefill.bench.goodput_runs import (
 )
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
 from flowprefill.bench.report import BenchmarkError
+from flowprefill.bench.simulate_plan import Window as SimWindow
+from flowprefill.cli import app
 from flowprefill.config import EngineConfig
+from flowprefill.simulator.platform import PAPER_PLATFORM
 from flowprefill.workload import TraceRequest
+from tests.factories import write_tiny_model
 
 TARGET = 0.9
 
@@ -173,3 +180,52 @@ def test_outcomes_survive_json(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     OutcomeStore(path, "k").add(Point(Cell("a", "b"), 1.0), [Outcome()])
     assert json.loads(path.read_text().splitlines()[0]) == {"key": "k"}
+
+
+def test_blocks_are_consecutive_and_hold_everything() -> None:
+    plan = GoodputPlan(PAPER_PLATFORM, SimWindow([], []), 3, {}, frozenset(), frozenset(), 1.0)
+    assert plan.blocks([1, 2, 3, 4, 5]) == [[1, 2], [3], [4, 5]]
+    assert plan.blocks([1, 2, 3]) == [[1], [2], [3]]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> tuple[Path, Path]:
+    """A model that prefills in milliseconds, and a trace."""
+    model = write_tiny_model(tmp_path, max_len=2048)
+    model_json = model / "model.json"
+    model_json.write_text('{"model": ".", "num_threads": 1}')
+    rng = random.Random(0)
+    rows = [
+        f"{time_s / 10:.1f},{'search' if time_s % 7 == 0 else 'text'},{rng.randint(200, 4000)},20"
+        for time_s in range(60)
+    ]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["arrival_s,type,input_tokens,output_tokens", *rows]) + "\n")
+    return model_json, trace
+
+
+def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
+    tiny: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model_json, trace = tiny
+    records = tmp_path / "records.jsonl"
+    arguments = [
+        *("bench", "goodput", "--trace", str(trace), "--model-json", str(model_json)),
+        *("--cells", "fcfs/whole,s-edf/chunk:32", "--requests", "60", "--blocks", "4"),
+        *("--no-slo-scales", "--records", str(records)),
+    ]
+    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    result = json.loads(run.stdout.splitlines()[-1])
+    for name, points in result["cells"].items():
+        assert len(points) >= 2, name
+        assert all(set(p["attainment_by_class"]) == {"search", "text"} for p in points)
+        highest, low, high = result["max_load_90"][name]
+        assert low <= highest <= high or math.isclose(low, high)
+    assert set(result["max_rate_90_every_class"]) == {"fcfs/whole"}
+    assert all(share <= 1.0 for share in result["offline_bound_fraction"].values())
+    num_lines = len(records.read_text().splitlines())
+    assert num_lines == 1 + sum(map(len, result["cells"].values()))
+    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert json.loads(again.stdout.splitlines()[-1])["cells"] == result["cells"]
+    assert len(records.read_text().splitlines()) == num_lines
