@@ -1,14 +1,16 @@
 """`flowprefill simulate --validate`: the same requests through the engine and the simulator.
 
-The engine runs in this process, open loop and in real time; the simulator takes this CPU's profile,
-and from a few prompts that have the engine for themselves how much slower than its profile the
-machine is now, and what a prefill takes beside its slices. Nothing is taken from the runs that are
-compared. Prompts are random token ids, a few blocks of which are shared where a trace says so.
+The engine runs in this process, open loop and in real time; the simulator takes this CPU's profile.
+What a prefill takes beside its slices comes from a few prompts that have the engine for themselves,
+and how much slower than its profile the busy machine is from a burst of prompts that displace each
+other. Nothing is taken from the runs that are compared. Prompts are random token ids; those of a
+trace with prefix hashes share what these say.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -39,6 +41,10 @@ _NUM_LENGTHS = 8
 _NUM_ROUNDS = 5
 _ALONE_S = 30.0
 """Objective of prompts that run alone; it decides nothing."""
+_BURST_ROUNDS = 3
+_BURST_LOAD = 1.5
+_BURST_SLACK = 5.0
+"""Objectives of a burst, times what a prompt takes alone: short ones are urgent, and displace."""
 _HASHES_OF_A_RUN = 1 << 40
 """More than any trace has: no run finds another's prompts in the cache."""
 
@@ -92,7 +98,7 @@ class Calibration:
     """How the machine is now, beside its profile."""
 
     slowness: float
-    """Seconds of slices, measured over profiled."""
+    """Seconds of slices in a burst, measured over profiled."""
     overhead_s: float
     """Of a prefill, beside its slices and the choice of its tokens."""
 
@@ -150,7 +156,7 @@ class _Validator:
         self._num_runs = 0
 
     def calibrate(self) -> Calibration:
-        """Run prompts of typical lengths alone, and believe the machine from then on."""
+        """Run prompts of typical lengths, alone and in a burst; simulate what they show."""
         self._progress.describe(f"{self._cell.name} calibrating")
         lengths = [r.input_tokens for path in self._plan.traces for r in self._window(path)]
         chosen = np.quantile(lengths, np.linspace(0.0, 1.0, _NUM_LENGTHS)).astype(int).tolist()
@@ -159,10 +165,28 @@ class _Validator:
         # Round by round, so that a disturbance hits all lengths a little instead of one fully.
         rounds = [[self._solo_ttft_s(n) for n in chosen] for _ in range(_NUM_ROUNDS)]
         measured = [median(times) for times in zip(*rounds, strict=True)]
-        calibration = fit_calibration(profiled, measured)
-        times = self._platform.times.slowed(calibration.slowness, calibration.overhead_s)
+        alone = self._believe(fit_calibration(profiled, measured))
+        return self._believe(replace(alone, slowness=alone.slowness * self._burst_ratio(chosen)))
+
+    def _believe(self, calibration: Calibration) -> Calibration:
+        """Simulate with it from now on."""
+        assert isinstance(self._plan.platform, ProfiledPlatform)
+        times = self._plan.platform.times.slowed(calibration.slowness, calibration.overhead_s)
         self._platform = replace(self._platform, times=times)
         return calibration
+
+    def _burst_ratio(self, lengths: Sequence[int]) -> float:
+        """Measured over simulated time of a burst: the engine has work from its start to its end,
+        so the time does not depend on who is served first."""
+        prompts = random.Random(0).sample(lengths, len(lengths)) * _BURST_ROUNDS
+        solo_s = [self._platform.cost(self._granularity).prefill_s(n) for n in prompts]
+        gap_s = sum(solo_s) / len(solo_s) / _BURST_LOAD
+        requests = [TraceRequest(i * gap_s, "", n, 1) for i, n in enumerate(prompts)]
+        goals = [Objective("burst", _BURST_SLACK * s, _ALONE_S) for s in solo_s]
+        records = self._replay(plan_replay(requests, goals))
+        measured_s = max(r.token_s[0] for r in records) - records[0].sent_s
+        simulated = Replay(requests, self._setup(), objectives=goals).run_all()
+        return measured_s / max(r.first_token_s for r in simulated.records.values())
 
     def compare(self, path: Path, load: float, slo_scale: float) -> Comparison:
         """Both on the trace's first window at this load."""
@@ -173,8 +197,7 @@ class _Validator:
         num_before = self._engine.stats().num_preemptions
         records = self._replay(plan_replay(requests, goals))
         num_preemptions = self._engine.stats().num_preemptions - num_before
-        setup = Setup(self._cell.policy, self._granularity, 0.0, 0, self._platform)
-        simulated = Replay(requests, setup, objectives=goals).run_all()
+        simulated = Replay(requests, self._setup(), objectives=goals).run_all()
         self._progress.advance()
         ttfts_s = [record.ttft_s for record in records]
         theirs_s = [record.ttft_s for record in simulated.records.values()]
@@ -189,6 +212,10 @@ class _Validator:
             median(b / a for a, b in zip(ttfts_s, theirs_s, strict=True)),
             send_lag_p99_s(records),
         )
+
+    def _setup(self) -> Setup:
+        """With exact predictions."""
+        return Setup(self._cell.policy, self._granularity, 0.0, 0, self._platform)
 
     def _window(self, path: Path) -> list[TraceRequest]:
         return take_window(self._plan, path, 0).requests
