@@ -60,13 +60,14 @@ def _load(index: int) -> float:
 
 def crossing(curve: Curve, target: float) -> float:
     """The load up to which every measured one reaches the target, and beyond that the share of the
-    way to the next one. 0 if the lowest misses it; the highest if none does."""
+    way to the next one. Beyond the measured loads nothing is known: if the lowest misses it, one
+    step below that; if none does, the highest."""
     loads = sorted(curve)
     last = 0.0
     for load in loads:
         if curve[load] < target:
             if not last:
-                return 0.0
+                return load / STEP
             drop = curve[last] - curve[load]
             share = (curve[last] - target) / drop
             return last * math.exp(share * math.log(load / last))

@@ -82,8 +82,9 @@ class TestCrossing:
     def test_luck_beyond_the_first_miss_does_not_count(self) -> None:
         assert crossing({1.0: 0.95, 2.0: 0.85, 4.0: 0.99}, TARGET) < 2.0
 
-    def test_a_target_missed_at_the_lowest_load_is_no_load(self) -> None:
-        assert crossing({1.0: 0.8, 2.0: 0.7}, TARGET) == 0.0
+    def test_beyond_the_measured_loads_it_is_a_step_below_or_the_highest(self) -> None:
+        assert crossing({1.0: 0.8, 2.0: 0.7}, TARGET) == pytest.approx(1 / STEP)
+        assert crossing({1.0: 1.0, 2.0: 0.95}, TARGET) == 2.0
 
     def test_bootstrap_covers_the_mean_and_shrinks_with_more_windows(self) -> None:
         rng = random.Random(1)
