@@ -131,7 +131,7 @@ def test_what_an_over_full_queue_refuses_is_unavailable_with_the_numbers(
     """Far more at once than can start meanwhile; the others are served."""
     req_ids = range(1000, 1300)
     for req_id in req_ids:
-        request = make_request(150, 1000.0, req_id=req_id, max_tokens=2)
+        request = make_request(150, 1000.0, req_id=req_id, max_tokens=2, ignore_eos=True)
         client.submit(dataclasses.replace(request, arrival_s=time.monotonic()))
     ends = [outputs.end(req_id) for req_id in req_ids]
     refused = [end for end in ends if end.finish_reason is FinishReason.ERROR]
