@@ -126,14 +126,18 @@ class Guess:
         """Overall, and with every class."""
         if cell not in self._loads:
             self._describe(f"simulating {cell.name}")
-            self._loads[cell] = self._highest(cell, 0), self._highest(cell, 1)
+            found: dict[float, tuple[float, float]] = {}
+            self._loads[cell] = self._highest(cell, found, 0), self._highest(cell, found, 1)
         return self._loads[cell]
 
-    def _highest(self, cell: Cell, measure: int) -> float:
+    def _highest(self, cell: Cell, found: dict[float, tuple[float, float]], measure: int) -> float:
+        """found: attainments by load, which both measures share."""
         curve: dict[float, float] = {}
 
         def measure_at(load: float) -> None:
-            curve[load] = self._attainments(cell, load)[measure]
+            if load not in found:
+                found[load] = self._attainments(cell, load)
+            curve[load] = found[load][measure]
 
         search(measure_at, lambda: curve, snap(1.0), TARGET)
         return crossing(curve, TARGET)

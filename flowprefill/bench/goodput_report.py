@@ -17,7 +17,7 @@ from flowprefill.bench.goodput_runs import (
 from flowprefill.metrics import percentile
 from flowprefill.replay.records import MAX_SEND_LAG_S
 from flowprefill.simulator.least_work import offline_bound_on
-from flowprefill.simulator.replay import arrival_of, at_load
+from flowprefill.simulator.replay import arrivals_of, at_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,9 +49,10 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
     best = max(overall, key=lambda cell: overall[cell](everything))
     ratios = _ratios(plan, overall, every_class, tightness, best)
     rate = plan.rate_at_load_1
+    max_loads = {c.name: with_interval(v) for c, v in overall.items()}
     return {
-        "max_rate_90": {c.name: _scaled(with_interval(v), rate) for c, v in overall.items()},
-        "max_load_90": {c.name: with_interval(v) for c, v in overall.items()},
+        "max_rate_90": {name: _scaled(loads, rate) for name, loads in max_loads.items()},
+        "max_load_90": max_loads,
         "max_rate_90_every_class": {
             c.name: _scaled(with_interval(v), rate) for c, v in every_class.items()
         },
@@ -184,12 +185,10 @@ def _bound_fraction(plan: GoodputPlan, result: CellResult) -> dict[str, float | 
 
 
 def _share_of_bound(plan: GoodputPlan, load: float, outcomes: Sequence[Outcome]) -> float | None:
-    requests = at_load(plan.window.requests, load, plan.platform)
-    arrivals = [
-        arrival_of(i, request, goal, plan.platform.block_tokens)
-        for i, (request, goal) in enumerate(zip(requests, plan.window.objectives, strict=True))
-    ]
-    bound = offline_bound_on(plan.platform, arrivals)
+    platform, window = plan.platform, plan.window
+    requests = at_load(window.requests, load, platform)
+    arrivals = arrivals_of(requests, window.objectives, platform.block_tokens)
+    bound = offline_bound_on(platform, arrivals)
     return round(sum(o.num_on_time for o in outcomes) / bound, 4) if bound else None
 
 

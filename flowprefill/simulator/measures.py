@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.platform import Platform
-from flowprefill.simulator.replay import Replay, Setup, Target, arrival_of, at_load
+from flowprefill.simulator.replay import Replay, Setup, Target, arrivals_of, at_load
 from flowprefill.workload import Objective, TraceRequest, objective
 
 GRID_STEP = 1.02
@@ -78,11 +78,7 @@ def max_load_of_any_schedule(
 
     def bound(load: float) -> int | None:
         loaded = at_load(requests, load, platform)
-        arrivals = [
-            arrival_of(index, request, goal, platform.block_tokens)
-            for index, (request, goal) in enumerate(zip(loaded, goals, strict=True))
-        ]
-        return offline_bound_on(platform, arrivals)
+        return offline_bound_on(platform, arrivals_of(loaded, goals, platform.block_tokens))
 
     if bound(LOADS[0]) is None:
         return None

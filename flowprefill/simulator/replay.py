@@ -172,6 +172,16 @@ def scaled(goal: Objective, scale: float) -> Objective:
     return replace(goal, ttft_s=goal.ttft_s * scale, tbt_s=goal.tbt_s * scale)
 
 
+def arrivals_of(
+    requests: Sequence[TraceRequest], goals: Sequence[Objective], block_tokens: int
+) -> list[Arrival]:
+    """All requests of a trace as the scheduler sees them, with their objectives."""
+    return [
+        arrival_of(req_id, request, goal, block_tokens)
+        for req_id, (request, goal) in enumerate(zip(requests, goals, strict=True))
+    ]
+
+
 def offered_load(requests: Sequence[TraceRequest], platform: Platform = PAPER_PLATFORM) -> float:
     """Prefill seconds that arrive per second: each prompt alone, whole, nothing of it cached.
 
