@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from flowprefill.bench.simulate_plan import Plan, take_window
@@ -54,6 +55,7 @@ def describe_replay(replay: Replay) -> dict[str, Any]:
         **{f"ttft_p{q}_s": round(percentile(ttfts, q), 4) for q in (50, 90, 99)},
         "ttft_mean_s": round(replay.mean_ttft_s, 4),
         "tbt_attainment": round(num_gaps_kept / len(records), 4),
+        "blocking_ms": _blocking_ms(replay.blocking_s),
         "preemptions": replay.scheduler.num_preemptions(),
         "max_preemptions_of_a_request": max(record.num_preemptions for record in records),
         "evictions": replay.counters.evictions,
@@ -67,6 +69,14 @@ def describe_replay(replay: Replay) -> dict[str, Any]:
         "busy_s": round(replay.counters.busy_s, 3),
         "end_s": round(replay.now_s, 3),
     }
+
+
+def _blocking_ms(blocking_s: list[float]) -> dict[str, float] | None:
+    """None: nobody took the device from another."""
+    if not blocking_s:
+        return None
+    percentiles = {f"p{q}": round(1000 * percentile(blocking_s, q), 3) for q in (50, 90, 99)}
+    return {"mean": round(1000 * mean(blocking_s), 3), **percentiles}
 
 
 def describe_bound(replay: Replay, platform: Platform) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from flowprefill.granularity import Granularity
 from flowprefill.kv.block_pool import BlockPool
-from flowprefill.scheduler.events import Arrival, Decision, Event
+from flowprefill.scheduler.events import Arrival, Decision, Event, PrefillTask
 from flowprefill.scheduler.policy import POLICIES
 from flowprefill.scheduler.scheduler import Scheduler
 from flowprefill.simulator.cost import NoisyPredictor
@@ -83,6 +83,8 @@ class Replay(Simulator):
         cost = setup.platform.cost(setup.granularity)
         super().__init__(setup.scheduler(predictor), cost, predictor, setup.granularity)
         self.num_by_class: Counter[str] = Counter()
+        self.blocking_s: list[float] = []
+        """Arrival to first slice, of newcomers that take the device from a pass in progress."""
         self._missed: Counter[str] = Counter()
         self._target = target
         self._deadlines: list[tuple[float, str, RequestRecord]] = []
@@ -110,6 +112,14 @@ class Replay(Simulator):
 
     def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
         self._count_missed(self.now_s)
+        task = decision.task
+        if not isinstance(task, PrefillTask) or not self.interrupts(task):
+            return
+        self.blocking_s += [
+            self.now_s - event.arrival_s
+            for event in events
+            if isinstance(event, Arrival) and event.req_id in task.req_ids
+        ]
 
     def _count_missed(self, now_s: float) -> None:
         """Look at everybody whose deadline has passed."""

@@ -168,6 +168,10 @@ class Simulator:
         """It is wake_s, which was not infinite: go on."""
         self._wake_s = next(self._loop)
 
+    def interrupts(self, task: PrefillTask) -> bool:
+        """Whether its start takes the device from a pass in progress."""
+        return task.task_id not in self._prefills and bool(self._prefills or self._step)
+
     def on_decision(self, events: Sequence[Event], decision: Decision) -> None:
         """Called behind each decision."""
 

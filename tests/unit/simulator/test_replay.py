@@ -30,6 +30,8 @@ def trace(name: str, num_requests: int, start: int = 0) -> list[TraceRequest]:
     return clip_lengths(requests, 1_000_000, 1)
 
 
+MAX_SLICE_S = 0.004
+"""What tiles of the modelled device aim at (roofline.py)."""
 QWEN = trace("qwentrace_like_synthetic_10min", 300)
 
 
@@ -156,6 +158,24 @@ def test_first_come_first_served_gains_nothing_from_finer_boundaries() -> None:
     whole, op = (measure(QWEN, setup("fcfs", kind), load=0.5) for kind in ("whole", "op"))
     assert op.max_load_90 == whole.max_load_90
     assert op.mean_ttft_s == pytest.approx(whole.mean_ttft_s)
+
+
+def test_newcomers_that_preempt_wait_for_one_boundary() -> None:
+    """Layers block longer than operators, operators longer than tiles; each has its longest."""
+    requests = at_load(QWEN, 0.9)
+    longest_s = {}
+    for granularity in ("layer", "op", "tile"):
+        replay = Replay(requests, setup("s-edf", granularity)).run_all()
+        assert 0 < len(replay.blocking_s) <= replay.scheduler.num_preemptions()
+        assert min(replay.blocking_s) >= 0
+        longest_s[granularity] = max(replay.blocking_s)
+    assert longest_s["tile"] < longest_s["op"] < longest_s["layer"]
+    assert longest_s["tile"] <= 2 * MAX_SLICE_S
+
+
+def test_nobody_is_blocked_where_nothing_is_interrupted() -> None:
+    replay = Replay(at_load(QWEN, 0.9), setup("s-edf", "whole")).run_all()
+    assert replay.blocking_s == []
 
 
 def test_no_policy_takes_a_higher_load_than_the_bound_leaves() -> None:
