@@ -33,6 +33,7 @@ from flowprefill.kv.prefix import prefix_keys
 from flowprefill.loading import OnProgress, load_model, profile_model
 from flowprefill.passes import Passes
 from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.recorder import Recorder
 from flowprefill.request import Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import Arrival, Cancel, Decision, Drain, Event, Timer
@@ -218,6 +219,10 @@ class Engine:
             num_evictions=scheduler.num_evictions,
             num_slices=self.num_slices,
         )
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Let it note what the device does from its next task on; None: nothing any more."""
+        self._runner.recorder = recorder
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let the rest end within drain_s, fail what is left, stop the thread.

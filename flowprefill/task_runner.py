@@ -16,7 +16,7 @@ from flowprefill.interrupt import Interrupt
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.passes import Pass, Passes
 from flowprefill.predictor.fitted import FittedPredictor
-from flowprefill.programs.program import ProgramState
+from flowprefill.recorder import Recorder
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import (
     Decision,
@@ -48,6 +48,8 @@ class TaskRunner:
     prefix_caching: bool
     interrupt: Interrupt
     """Due: something happened that must be decided on."""
+    recorder: Recorder | None = None
+    """Notes what runs. Set from any thread, counts from the next stretch of a pass on."""
 
     def run(self, decision: Decision, newcomers: set[int]) -> list[Event]:
         """Run the decided task until it ends or is left. Returns what the scheduler must know.
@@ -79,7 +81,7 @@ class TaskRunner:
                 pace.note_step(self.clock.now_s())
                 if self.interrupt.is_due() or pace.is_over or has_end(stepped):
                     return [self._park(task, prefill), *stepped]
-            report = self._run_state(prefill.state, pace.next_s)
+            report = self._run_pass(prefill, task.task_id, pace.next_s)
             self._note_blocking(blocked, report)
             blocked = set()
             if report.is_done:
@@ -93,7 +95,7 @@ class TaskRunner:
         happened: list[Event] = []
         for _ in range(max_steps):
             decode = self.passes.decode(step, self.book.live)
-            if not self._run_state(decode.state).is_done:
+            if not self._run_pass(decode).is_done:
                 break
             self.passes.step = None
             ended = self._sample(decode)
@@ -104,8 +106,17 @@ class TaskRunner:
                 break
         return happened
 
-    def _run_state(self, state: ProgramState, until_s: float = math.inf) -> RunReport:
-        report = self.executor.run(state, self.interrupt, until_s)
+    def _run_pass(
+        self, one: Pass, task_id: int | None = None, until_s: float = math.inf
+    ) -> RunReport:
+        """Run a prefill, or a decode step, which has no task_id, until it is done or left."""
+        recorder = self.recorder
+        if recorder is None:
+            report = self.executor.run(one.state, self.interrupt, until_s)
+        else:
+            watched = recorder.watch(one.state)
+            report = self.executor.run(watched, self.interrupt, until_s)
+            recorder.note_run(task_id, one.req_ids, watched, report)
         if report.is_done:  # else launched slices may still run, and busy_s would be too short
             self.predictor.observe(report.busy_s, report.profiled_s)
         return report
@@ -143,6 +154,8 @@ class TaskRunner:
                 continue
             if not request.sampling.output_token_ids:
                 self._count_prefill(req_id, request)
+                if recorder := self.recorder:
+                    recorder.note_first_token(request.request, now_s)
             if self.book.give_token(req_id, one, now_s):
                 ended.append(Finished(req_id, self._written_keys(request)))
         return ended
