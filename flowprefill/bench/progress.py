@@ -24,8 +24,16 @@ class BenchProgress:
     def describe(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
+    def expect(self, num_more: float) -> None:
+        """About so many steps are to come; if more come, the total grows with them."""
+        (task,) = self._progress.tasks
+        self._progress.update(self._task, total=task.completed + num_more)
+
     def advance(self, amount: float = 1) -> None:
         self._progress.advance(self._task, amount)
+        (task,) = self._progress.tasks
+        if task.total is not None and task.completed > task.total:
+            self._progress.update(self._task, total=task.completed)
 
     def advance_to(self, done: float) -> None:
         self._progress.update(self._task, completed=done)

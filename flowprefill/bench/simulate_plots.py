@@ -23,7 +23,7 @@ from flowprefill.granularity import Granularity
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.recorder import RecordedReplay
 from flowprefill.simulator.replay import Replay, Setup, at_load, offered_load
-from flowprefill.workload import spread_ticks
+from flowprefill.workload import Objective, spread_ticks
 
 CELLS = (
     "fcfs/whole",
@@ -172,7 +172,7 @@ def draw(
     """Three pictures of one trace; returns their paths."""
     from flowprefill.bench.plots.attainment import Curve, rate_figure, scale_figure
     from flowprefill.bench.plots.style import save
-    from flowprefill.bench.plots.ttft import ttft_figure
+    from flowprefill.bench.plots.ttft import class_ttfts, ttft_figure
 
     def bound(x: Sequence[float], shares: Sequence[tuple[float, ...] | None]) -> Curve | None:
         known = [one for one in shares if one is not None]
@@ -195,7 +195,10 @@ def draw(
             title=f"{subject}, load {plan.load:g}",
             bound=bound(SLO_SCALES, [one.bound_by_scale for one in facts]),
         ),
-        "ttft": ttft_figure(_classes(plan, path, by_cell), title=f"{subject}, load {plan.load:g}"),
+        "ttft": ttft_figure(
+            class_ttfts(_objectives(plan, path), {k: _all_ttfts(v) for k, v in by_cell.items()}),
+            title=f"{subject}, load {plan.load:g}",
+        ),
     }
     paths = [folder / f"{path.stem}_{name}.png" for name in figures]
     for figure, picture in zip(figures.values(), paths, strict=True):
@@ -208,26 +211,15 @@ def _by_x(windows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [list(values) for values in zip(*windows, strict=True)]
 
 
-def _classes(plan: Plan, path: Path, by_cell: dict[str, list[Sweep]]) -> list[Any]:
-    """TTFTs of all windows together."""
-    from flowprefill.bench.plots.ttft import ClassTtfts
+def _objectives(plan: Plan, path: Path) -> list[Objective]:
+    """Of the requests of all windows."""
+    return [goal for seed in _seeds(plan) for goal in take_window(plan, path, seed).objectives]
 
-    goals: dict[str, set[float]] = {}
-    for seed in _seeds(plan):
-        for goal in take_window(plan, path, seed).objectives:
-            goals.setdefault(goal.name, set()).add(goal.ttft_s)
-    ordered = sorted(goals, key=lambda name: min(goals[name]))
-    return [
-        ClassTtfts(
-            name,
-            next(iter(goals[name])) if len(goals[name]) == 1 else None,
-            {
-                cell: [ttft_s for sweep in sweeps for ttft_s in sweep.ttft_s.get(name, [])]
-                for cell, sweeps in by_cell.items()
-            },
-        )
-        for name in ordered
-    ]
+
+def _all_ttfts(sweeps: Sequence[Sweep]) -> dict[str, list[float]]:
+    """By class, of all windows together."""
+    names = {name for sweep in sweeps for name in sweep.ttft_s}
+    return {name: [s for sweep in sweeps for s in sweep.ttft_s.get(name, [])] for name in names}
 
 
 def _figures(by_cell: dict[str, list[Sweep]], facts: Sequence[WindowFacts]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from flowprefill.bench.plots.style import cell_styles, log_axis, new_figure
+from flowprefill.workload import Objective
 
 MIN_TTFT_S = 1e-4
 """What is quicker is drawn there: the axis is logarithmic."""
@@ -31,6 +32,26 @@ class ClassTtfts:
     """None: not the same for all of its requests."""
     ttft_s: Mapping[str, Sequence[float]]
     """By cell, one for each request; infinite if it got no token."""
+
+
+def class_ttfts(
+    objectives: Iterable[Objective], ttft_s: Mapping[str, Mapping[str, Sequence[float]]]
+) -> list[ClassTtfts]:
+    """Classes of requests, that with the tightest objective first.
+
+    objectives: of all requests; ttft_s: by cell and class
+    """
+    goals: dict[str, set[float]] = {}
+    for goal in objectives:
+        goals.setdefault(goal.name, set()).add(goal.ttft_s)
+    return [
+        ClassTtfts(
+            name,
+            next(iter(goals[name])) if len(goals[name]) == 1 else None,
+            {cell: by_class.get(name, ()) for cell, by_class in ttft_s.items()},
+        )
+        for name in sorted(goals, key=lambda name: min(goals[name]))
+    ]
 
 
 def ttft_figure(classes: Sequence[ClassTtfts], *, title: str) -> Figure:

@@ -15,7 +15,8 @@ from PIL import Image
 from flowprefill.bench.plots import style
 from flowprefill.bench.plots.attainment import Curve, interval, rate_figure, scale_figure
 from flowprefill.bench.plots.style import cell_styles, save
-from flowprefill.bench.plots.ttft import MIN_TTFT_S, ClassTtfts, ttft_figure
+from flowprefill.bench.plots.ttft import MIN_TTFT_S, ClassTtfts, class_ttfts, ttft_figure
+from flowprefill.workload import Objective
 
 FCFS = Curve("fcfs/whole", [0.5, 1.0, 2.0], [[1.0, 0.9], [0.5, 0.6], [0.1, 0.2]])
 SEDF = Curve("s-edf/tile", [0.5, 1.0, 2.0], [[1.0, 1.0], [0.9, 1.0], [0.7, 0.8]])
@@ -139,6 +140,17 @@ def test_ttft_has_a_panel_per_class_with_its_objective() -> None:
     assert len(panels[1].get_lines()) == 2
     assert panels[1].get_lines()[1].get_xdata()[0] == MIN_TTFT_S
     check_nothing_overlaps(figure)
+
+
+def test_classes_are_ordered_by_objective_and_one_by_length_has_none() -> None:
+    seconds = [("file", 6.0), ("search", 4.0), ("text", 0.25), ("search", 5.0), ("text", 0.25)]
+    goals = [Objective(name, ttft_s, 0.1) for name, ttft_s in seconds]
+    ttft_s = {"fcfs/whole": {"text": [0.1, 0.2], "file": [1.0]}, "s-edf/tile": {"search": [2.0]}}
+    assert class_ttfts(goals, ttft_s) == [
+        ClassTtfts("text", 0.25, {"fcfs/whole": [0.1, 0.2], "s-edf/tile": ()}),
+        ClassTtfts("search", None, {"fcfs/whole": (), "s-edf/tile": [2.0]}),
+        ClassTtfts("file", 6.0, {"fcfs/whole": [1.0], "s-edf/tile": ()}),
+    ]
 
 
 def test_a_saved_picture_is_wide_enough_to_read_and_small_enough_to_ship(tmp_path: Path) -> None:
