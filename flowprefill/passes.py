@@ -18,13 +18,17 @@ from flowprefill.request_book import LiveRequest
 from flowprefill.scheduler.events import DecodeStep, PrefillTask
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pass:
     """One forward pass, and whose rows its logits are."""
 
     req_ids: tuple[int, ...]
     """In the order of the rows. Members that are no longer live stay in it."""
     state: ProgramState
+    predicted_s: float = 0.0
+    """Of a prefill: what it was predicted to take when it began."""
+    busy_s: float = 0.0
+    """Of a prefill: device time so far."""
 
 
 class BlockQuestions(Protocol):

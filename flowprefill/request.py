@@ -105,6 +105,23 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class PrefillTiming:
+    """How a request came to its first token, in seconds."""
+
+    started_s: float
+    """CLOCK_MONOTONIC time at which the device began with it."""
+    device_s: float
+    """Device time of the pass that gave the token; requests of a pack share one pass. Work that was
+    lost to an eviction is not in it."""
+    predicted_s: float
+    """What that pass was predicted to take when it began."""
+    num_cached_tokens: int
+    """Prompt tokens found in the KV cache."""
+    blocking_s: float | None = None
+    """Of one that took the device from others: event into the inbox to its first slice."""
+
+
+@dataclass(frozen=True)
 class TokenOutput:
     """What the engine says about one request after one step: a token, an end, or both.
 
@@ -124,15 +141,20 @@ class TokenOutput:
     num_preemptions: int = 0
     token_s: float = 0.0
     """CLOCK_MONOTONIC seconds at which the token was on the host."""
+    prefill: PrefillTiming | None = None
+    """With the first token only."""
 
     def to_wire(self) -> list[Any]:
         reason = self.finish_reason.value if self.finish_reason else None
         tops = [[t.token_id, t.logprob, t.rank] for t in self.top_logprobs]
         end = [self.error_code, self.error_message, self.num_preemptions, self.token_s]
-        return [self.req_id, self.token_id, reason, self.logprob, tops, *end]
+        prefill = dataclasses.astuple(self.prefill) if self.prefill else None
+        return [self.req_id, self.token_id, reason, self.logprob, tops, *end, prefill]
 
     @staticmethod
     def from_wire(wire: list[Any]) -> TokenOutput:
-        req_id, token_id, reason_value, logprob, tops, *end = wire
+        req_id, token_id, reason_value, logprob, top_values, *end, prefill_values = wire
         reason = FinishReason(reason_value) if reason_value else None
-        return TokenOutput(req_id, token_id, reason, logprob, [Logprob(*t) for t in tops], *end)
+        tops = [Logprob(*values) for values in top_values]
+        prefill = PrefillTiming(*prefill_values) if prefill_values else None
+        return TokenOutput(req_id, token_id, reason, logprob, tops, *[*end, prefill])

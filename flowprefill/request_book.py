@@ -15,7 +15,7 @@ from flowprefill.clock import Clock
 from flowprefill.errors import InvalidParameterError, UnavailableError
 from flowprefill.executor.sampler import Sampled, SamplingState
 from flowprefill.kv.block_table import BlockTable
-from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.request import FinishReason, PrefillTiming, Request, TokenOutput
 from flowprefill.stats import EngineCounters
 from flowprefill.waiting_room import WaitingRoom
 
@@ -32,6 +32,10 @@ class LiveRequest:
     """Keys of the prompt's full KV blocks."""
     has_started: bool = False
     """Its first prefill has had the device: it waits no longer, even if it is evicted."""
+    first_slice_s: float | None = None
+    """When its first slice began."""
+    blocking_s: float | None = None
+    """See PrefillTiming."""
     table: BlockTable | None = None
     """While it holds KV blocks."""
 
@@ -94,8 +98,10 @@ class RequestBook:
         live.has_started = live.has_started or self._waiting_room.leave(req_id)
         return live.has_started
 
-    def give_token(self, req_id: int, sampled: Sampled, now_s: float) -> bool:
-        """Send one token. True if the request ended with it."""
+    def give_token(
+        self, req_id: int, sampled: Sampled, now_s: float, prefill: PrefillTiming | None = None
+    ) -> bool:
+        """Send one token, the first one with its `prefill`. True if the request ended with it."""
         state = self.live[req_id].sampling
         state.output_token_ids.append(sampled.token_id)
         reason = state.finish_reason(sampled.token_id)
@@ -112,6 +118,7 @@ class RequestBook:
                 top_logprobs=sampled.top_logprobs,
                 num_preemptions=self._num_preemptions(req_id),
                 token_s=now_s,
+                prefill=prefill,
             )
         )
         return reason is not None

@@ -17,6 +17,7 @@ from flowprefill.kv.prefix import prefix_keys
 from flowprefill.passes import Pass, Passes
 from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.recorder import Recorder
+from flowprefill.request import PrefillTiming
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import (
     Decision,
@@ -73,6 +74,8 @@ class TaskRunner:
         # The first slice of a newcomer that takes the device from others ends their blocking time.
         blocked = newcomers.intersection(task.req_ids) if self._interrupts(task) else set()
         prefill = self.passes.prefill(task, self.book.live)
+        if not prefill.busy_s:
+            prefill.predicted_s = self._left_s(prefill)
         pace = _Pace(steps)
         stepped: list[Event] = []
         while True:
@@ -82,7 +85,7 @@ class TaskRunner:
                 if self.interrupt.is_due() or pace.is_over or has_end(stepped):
                     return [self._park(task, prefill), *stepped]
             report = self._run_pass(prefill, task.task_id, pace.next_s)
-            self._note_blocking(blocked, report)
+            self._note_times(task, prefill, blocked, report)
             blocked = set()
             if report.is_done:
                 del self.passes.prefills[task.task_id]
@@ -122,17 +125,31 @@ class TaskRunner:
         return report
 
     def _park(self, task: PrefillTask, prefill: Pass) -> PrefillParked:
-        remaining_s = prefill.state.remaining_s(self.predictor.profiled_s)
-        return PrefillParked(task.task_id, self.predictor.speed_factor * remaining_s)
+        return PrefillParked(task.task_id, self._left_s(prefill))
+
+    def _left_s(self, prefill: Pass) -> float:
+        """What is left of it, predicted."""
+        profiled_s = prefill.state.remaining_s(self.predictor.profiled_s)
+        return self.predictor.speed_factor * profiled_s
 
     def _interrupts(self, task: PrefillTask) -> bool:
         """Whether its start takes the device from a pass in progress."""
         return task.task_id not in self.passes.prefills and not self.passes.is_empty
 
-    def _note_blocking(self, blocked: set[int], report: RunReport) -> None:
-        """Time from the arrival in the inbox to the first slice, of newcomers that preempt."""
+    def _note_times(
+        self, task: PrefillTask, prefill: Pass, blocked: set[int], report: RunReport
+    ) -> None:
+        """blocked: newcomers that preempt, whose blocking time ended when this stretch began"""
+        if not prefill.busy_s:
+            for req_id in task.req_ids:
+                request = self.book.live[req_id]
+                if request.first_slice_s is None:
+                    request.first_slice_s = report.started_s
         for req_id in blocked:
-            self.counters.blocking_s.append(report.started_s - self.book.live[req_id].put_s)
+            request = self.book.live[req_id]
+            request.blocking_s = report.started_s - request.put_s
+            self.counters.blocking_s.append(request.blocking_s)
+        prefill.busy_s += report.busy_s
 
     # ---- tokens -------------------------------------------------------------------------------
 
@@ -152,17 +169,29 @@ class TaskRunner:
                 self.book.fail(req_id, "INTERNAL", one.error)
                 ended.append(Finished(req_id))
                 continue
+            prefill = None
             if not request.sampling.output_token_ids:
                 self._count_prefill(req_id, request)
                 if recorder := self.recorder:
                     recorder.note_first_token(request.request, now_s)
-            if self.book.give_token(req_id, one, now_s):
+                prefill = self._prefill_timing(done, req_id, request)
+            if self.book.give_token(req_id, one, now_s, prefill):
                 ended.append(Finished(req_id, self._written_keys(request)))
         return ended
 
     def _count_prefill(self, req_id: int, request: LiveRequest) -> None:
         self.counters.prefill_tokens += len(request.request.prompt_token_ids)
         self.counters.cached_tokens += self.passes.blocks.num_cached_tokens(req_id)
+
+    def _prefill_timing(self, done: Pass, req_id: int, request: LiveRequest) -> PrefillTiming:
+        assert request.first_slice_s is not None, "a token takes a slice"
+        return PrefillTiming(
+            started_s=request.first_slice_s,
+            device_s=done.busy_s,
+            predicted_s=done.predicted_s,
+            num_cached_tokens=self.passes.blocks.num_cached_tokens(req_id),
+            blocking_s=request.blocking_s,
+        )
 
     def _written_keys(self, request: LiveRequest) -> tuple[bytes, ...]:
         """Keys of the full blocks that were written; the last token's K and V were not."""

@@ -7,6 +7,7 @@ same accumulation, so their texts are equal.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowprefill.request import FinishReason, TokenOutput
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.text_stream import TextStream
 from flowprefill.tokenizer import Tokenizer
+from flowprefill_backend.timing import RequestTiming
 
 MIN_LOGPROB = -9999.0
 """Stands for -inf, which JSON cannot say."""
@@ -30,6 +32,7 @@ class AnswerOptions:
     logprobs: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
+    timing: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class AnswerPart:
     num_input_tokens: int
     num_output_tokens: int
     """New tokens only: the sum over a stream is the total."""
+    timing: dict[str, Any] | None
+    """With the last part only; see RequestTiming."""
 
 
 class Answer:
@@ -58,8 +63,10 @@ class Answer:
         num_input_tokens: int,
         sampling: SamplingParams,
         tokenizer: Tokenizer,
+        timing: RequestTiming,
     ) -> None:
         self.options = options
+        self.timing = timing
         self.num_tokens = 0
         self._num_input_tokens = num_input_tokens
         self._sampling = sampling
@@ -73,6 +80,7 @@ class Answer:
     def add(self, output: TokenOutput) -> FinishReason | None:
         """Take one engine output. Returns why the answer is complete, or None while it is not."""
         reason = output.finish_reason
+        self.timing.note(output, time.monotonic())
         if output.token_id is not None:
             self._count(output)
             # EOS or a stop token: the engine knows no other way to stop.
@@ -94,6 +102,7 @@ class Answer:
             logprobs="null" if self._sampling.logprobs is None else json.dumps(self._new_logprobs),
             num_input_tokens=self._num_input_tokens,
             num_output_tokens=self._num_new_tokens,
+            timing=self.timing.to_dict(time.monotonic()) if reason else None,
         )
         self._new_texts, self._new_logprobs, self._num_new_tokens = [], [], 0
         return part

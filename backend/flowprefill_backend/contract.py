@@ -1,4 +1,4 @@
-"""The tensors and model settings that clients of vllm_backend rely on, and our own two inputs.
+"""The tensors and model settings that clients of vllm_backend rely on, and our own.
 
 Loaded twice by the Triton server (auto-completion and the instance), so it imports nothing heavy.
 """
@@ -24,8 +24,9 @@ INPUTS: tuple[dict[str, Any], ...] = (
     {"name": "embedding_request", "data_type": "TYPE_STRING", "dims": [1], "optional": True},
     {"name": "ttft_slo_ms", "data_type": "TYPE_FP32", "dims": [1], "optional": True},
     {"name": "tbt_slo_ms", "data_type": "TYPE_FP32", "dims": [1], "optional": True},
+    {"name": "return_timing", "data_type": "TYPE_BOOL", "dims": [1], "optional": True},
 )
-"""vllm_backend's inputs, then the two objectives that are ours."""
+"""vllm_backend's inputs, then ours: two objectives, and the wish to see the request's times."""
 
 OUTPUTS: tuple[dict[str, Any], ...] = (
     {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]},
@@ -34,6 +35,7 @@ OUTPUTS: tuple[dict[str, Any], ...] = (
     {"name": "logprobs", "data_type": "TYPE_STRING", "dims": [-1]},
     {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [1]},
     {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+    {"name": "timing", "data_type": "TYPE_STRING", "dims": [1]},
 )
 
 UNSUPPORTED_INPUTS = ("image", "embedding_request")

@@ -39,6 +39,7 @@ from flowprefill_backend.response import (
     part_response,
     text_response,
 )
+from flowprefill_backend.timing import RequestTiming
 from flowprefill_backend.workers import Job, Worker
 
 LONG_BYTES = 2**14
@@ -205,7 +206,12 @@ class Instance:
             parsed = parse(raw, self._config, self.info, self._tokenizer)
             num_tokens = len(parsed.prompt_token_ids)
             live.answer = Answer(
-                parsed.options, parsed.prompt, num_tokens, parsed.sampling, self._tokenizer
+                parsed.options,
+                parsed.prompt,
+                num_tokens,
+                parsed.sampling,
+                self._tokenizer,
+                RequestTiming(raw.arrival_s, parsed.slo),
             )
             request = Request(
                 req_id=live.req_id,

@@ -31,6 +31,8 @@ CANCEL_ID = "cancel_id"
 ENGINE_STATS = "engine_stats"
 NAMES_ERROR_CODE = "error_code_in_message"
 """Request parameter of callers inside the server, to whom only an error's text arrives."""
+RETURN_TIMING = "return_timing"
+"""An input, and a request parameter for clients that do not know if the model has that input."""
 MAX_PARAMETERS_BYTES = 2**20
 """JSON text of the sampling parameters, and of the request's parameters, at most."""
 
@@ -181,6 +183,7 @@ def _options(raw: RawRequest) -> AnswerOptions:
         logprobs=bool(_element(raw, "return_logprobs", False)),
         num_input_tokens=bool(_element(raw, "return_num_input_tokens", False)),
         num_output_tokens=bool(_element(raw, "return_num_output_tokens", False)),
+        timing=bool(_element(raw, RETURN_TIMING, raw.parameters.get(RETURN_TIMING) is True)),
     )
 
 

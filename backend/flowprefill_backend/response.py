@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def part_response(part: AnswerPart, options: AnswerOptions) -> Any:
         tensors.append(_count("num_input_tokens", part.num_input_tokens))
     if options.num_output_tokens:
         tensors.append(_count("num_output_tokens", part.num_output_tokens))
+    if options.timing and part.timing is not None:
+        tensors.append(_strings("timing", json.dumps(part.timing)))
     return pb_utils.InferenceResponse(output_tensors=tensors)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import time
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from flowprefill.config import SLOClass
 from flowprefill.engine_process import EngineState
-from flowprefill.request import FinishReason
+from flowprefill.request import FinishReason, PrefillTiming
 from flowprefill.tokenizer import Tokenizer
 from tests.backend.conftest import Harness
 from tests.backend.fake_pb_utils import InferenceResponse, ResponseSender
@@ -17,7 +20,7 @@ from tests.backend.fake_pb_utils import InferenceResponse, ResponseSender
 ALL_RETURNS = {
     f"return_{name}": True
     for name in ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens",
-                 "num_output_tokens")
+                 "num_output_tokens", "timing")
 }  # fmt: skip
 EXTRAS = {name.removeprefix("return_") for name in ALL_RETURNS}
 
@@ -97,8 +100,10 @@ def test_the_token_that_stops_is_counted_but_is_no_text(harness: Harness) -> Non
 
 def test_extra_outputs_come_with_every_response_that_asked_and_no_other(harness: Harness) -> None:
     ids = harness.ids("the")
-    for response in answer(harness, ids * 3, {"stream": True, **ALL_RETURNS}).responses:
-        assert set(response.outputs) == {"text_output", *EXTRAS}
+    responses = answer(harness, ids * 3, {"stream": True, **ALL_RETURNS}).responses
+    for response in responses[:-1]:
+        assert set(response.outputs) == {"text_output", *EXTRAS} - {"timing"}
+    assert set(responses[-1].outputs) == {"text_output", *EXTRAS}
     for name in EXTRAS:
         (response,) = answer(harness, ids, {f"return_{name}": True}).responses
         assert set(response.outputs) == {"text_output", name}
@@ -133,6 +138,51 @@ def test_extra_outputs_of_a_single_answer_are_the_sums(harness: Harness) -> None
     assert response.outputs["cumulative_logprob"].tolist() == [-1.5]
     assert len(json.loads(response.text("logprobs"))) == 3
     assert response.text("finish_reason") == "length"
+
+
+PREFILL = PrefillTiming(0.0, device_s=0.25, predicted_s=0.2, num_cached_tokens=64)
+
+
+@pytest.mark.parametrize("others", [{}, ALL_RETURNS])
+@pytest.mark.parametrize("stream", [True, False])
+def test_timing_is_that_of_the_engine_and_of_the_way_out(
+    tokenizer: Tokenizer, stream: bool, others: dict[str, bool]
+) -> None:
+    harness = Harness(tokenizer, slo_classes=(SLOClass("chat", ttft_slo_ms=60_000),))
+    begin_s = time.monotonic()
+    inputs = {"stream": stream, "return_timing": True, **others}
+    sender = harness.send({"text_input": "the prompt ", **inputs}, {"slo_class": "chat"})
+    request = harness.engine.wait_submitted()
+    prefill = dataclasses.replace(PREFILL, started_s=request.arrival_s + 0.5)
+    first, second = harness.ids("ab")
+    harness.engine.say(request.req_id, first, prefill=prefill)
+    harness.engine.say(request.req_id, second, FinishReason.LENGTH, num_preemptions=3)
+    timing = json.loads(sender.wait_final()[-1].text("timing"))
+    harness.instance.close()
+    assert 0 < timing.pop("ttft_s") <= timing.pop("e2e_s") < time.monotonic() - begin_s
+    assert timing == {
+        "queue_s": 0.5,
+        "prefill_s": 0.25,
+        "num_preemptions": 3,
+        "num_cached_tokens": 64,
+        "num_output_tokens": 2,
+        "slo_class": "chat",
+        "ttft_slo_ms": 60_000,
+        "is_on_time": True,
+    }
+
+
+def test_timing_may_be_asked_for_by_a_parameter_and_says_when_the_objective_was_missed(
+    harness: Harness,
+) -> None:
+    parameters = {"return_timing": True, "ttft_slo_ms": 1e-3}
+    (response,) = answer(harness, harness.ids("a"), {}, parameters).responses
+    timing = json.loads(response.text("timing"))
+    assert (timing["is_on_time"], timing["ttft_slo_ms"]) == (False, 0.001)
+    assert (timing["slo_class"], timing["queue_s"]) == (None, None)
+    for inputs, others in (({}, {}), ({"return_timing": False}, parameters)):
+        (response,) = answer(harness, harness.ids("a"), inputs, others).responses
+        assert set(response.outputs) == {"text_output"}
 
 
 def test_logprobs_are_null_when_the_sampling_parameters_ask_for_none(harness: Harness) -> None:

@@ -11,7 +11,7 @@ from flowprefill_backend import contract
 
 OPTIONAL_BOOLS = ("stream", "exclude_input_in_output", "return_finish_reason",
                   "return_cumulative_logprob", "return_logprobs", "return_num_input_tokens",
-                  "return_num_output_tokens")  # fmt: skip
+                  "return_num_output_tokens", "return_timing")  # fmt: skip
 EXPECTED_INPUTS = {
     "text_input": ("TYPE_STRING", [1], False),
     "sampling_parameters": ("TYPE_STRING", [1], True),
@@ -28,6 +28,7 @@ EXPECTED_OUTPUTS = {
     "logprobs": ("TYPE_STRING", [-1]),
     "num_input_tokens": ("TYPE_UINT32", [1]),
     "num_output_tokens": ("TYPE_UINT32", [-1]),
+    "timing": ("TYPE_STRING", [1]),
 }
 DECOUPLED = {"model_transaction_policy": {"decoupled": True}}
 
@@ -38,7 +39,7 @@ def completed(**settings: Any) -> dict[str, Any]:
     return result
 
 
-def test_an_empty_config_gets_all_of_vllm_backend_s_tensors_and_the_two_objectives() -> None:
+def test_an_empty_config_gets_all_of_vllm_backend_s_tensors_and_ours() -> None:
     config = completed()
     inputs = {
         t["name"]: (t["data_type"], t["dims"], t.get("optional", False)) for t in config["input"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -71,6 +72,29 @@ def test_generate_stream_sends_one_event_per_token(server: TritonServer, greedy_
     events = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line]
     assert "".join(event["text_output"] for event in events) == greedy_text
     assert [event["num_output_tokens"] for event in events] == [1] * 12
+
+
+@pytest.mark.parametrize("others", [{}, {"return_finish_reason": True, "return_logprobs": True}])
+@pytest.mark.parametrize("stream", [True, False])
+def test_timing_comes_with_the_last_response_and_adds_up(
+    server: TritonServer, stream: bool, others: dict[str, bool]
+) -> None:
+    body = {"text_input": PROMPT, "stream": stream, "return_timing": True, "slo_class": "chat"}
+    url = f"{server.http_url}/v2/models/{MODEL}/generate{'_stream' if stream else ''}"
+    begin_s = time.monotonic()
+    raw = post(url, {**body, **GREEDY, **others}).decode()
+    took_s = time.monotonic() - begin_s
+    *before, last = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line]
+    assert len(before) == (11 if stream else 0)
+    assert not any("timing" in event for event in before)
+    assert {"finish_reason", "logprobs"} & set(last) == {n.removeprefix("return_") for n in others}
+    timing = json.loads(last["timing"])
+    assert 0 < timing["queue_s"] < timing["ttft_s"] < timing["e2e_s"] < took_s
+    assert 0 < timing["prefill_s"] < timing["ttft_s"] - timing["queue_s"]
+    assert timing["is_on_time"] is (timing["ttft_s"] <= 0.25)
+    named = {name: timing[name] for name in ("num_output_tokens", "slo_class", "ttft_slo_ms")}
+    assert named == {"num_output_tokens": 12, "slo_class": "chat", "ttft_slo_ms": 250}
+    assert (timing["num_preemptions"], timing["num_cached_tokens"]) == (0, 0)
 
 
 def text_tensor(module: Any, name: str, text: str) -> Any:

@@ -5,7 +5,14 @@ import msgpack
 import pytest
 
 from flowprefill.errors import InvalidParameterError
-from flowprefill.request import SLO, FinishReason, Logprob, Request, TokenOutput
+from flowprefill.request import (
+    SLO,
+    FinishReason,
+    Logprob,
+    PrefillTiming,
+    Request,
+    TokenOutput,
+)
 from flowprefill.sampling_params import SamplingParams
 
 
@@ -49,6 +56,8 @@ def test_the_deadline_is_arrival_plus_ttft_objective():
         TokenOutput(1, 5, FinishReason.STOP, -0.5, [Logprob(5, -0.5, 1), Logprob(6, -2.0, 2)]),
         TokenOutput(1, finish_reason=FinishReason.CANCELLED, num_preemptions=3, token_s=12.5),
         TokenOutput(1, None, FinishReason.ERROR, None, [], "INTERNAL", "broke", 1, 2.0),
+        TokenOutput(1, 5, prefill=PrefillTiming(10.0, 0.25, 0.2, 64, blocking_s=0.003)),
+        TokenOutput(1, 5, prefill=PrefillTiming(10.0, 0.25, 0.2, 0)),
     ],
 )
 def test_an_output_survives_the_wire(output):

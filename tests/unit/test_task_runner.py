@@ -19,7 +19,7 @@ from flowprefill.loading import LoadedModel
 from flowprefill.passes import Passes
 from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.programs.program import RunSlice
-from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.request import FinishReason, PrefillTiming, Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import (
     Decision,
@@ -186,6 +186,27 @@ def test_prefill_is_left_at_the_next_boundary_and_goes_on(bench: Bench) -> None:
     bench.interrupt.clear()
     assert bench.prefill(1) == [PrefillDone(1)]
     assert bench.token_times(1) == [PREFILL_S]
+
+
+def test_first_token_says_what_its_prefill_took_without_what_ran_between(bench: Bench) -> None:
+    bench.stream(1)
+    bench.arrive(2)  # at 5 s
+    bench.clock.advance_to(7)
+    bench.leave_at(8)
+    bench.prefill(2)  # two slices, from 7 s
+    bench.interrupt.clear()
+    bench.arrive(3)
+    bench.runner.run(Decision(PrefillTask(3, (3,))), newcomers={3})  # takes the device at once
+    bench.prefill(2, steps=paced(1, release_s=15, interval_s=99))  # one decode step in between
+    bench.runner.run(Decision(DecodeStep((2,)), max_steps=1), set())
+    timings = [(o.req_id, o.prefill) for o in bench.outputs if o.req_id != 1]
+    whole = {"predicted_s": PREFILL_S, "device_s": PREFILL_S, "num_cached_tokens": 0}
+    assert timings == [
+        (3, PrefillTiming(started_s=9, blocking_s=0, **whole)),
+        (2, PrefillTiming(started_s=7, **whole)),
+        (2, None),
+    ]
+    assert bench.token_times(2)[0] == 7 + 2 * PREFILL_S + STEP_S
 
 
 def test_pack_with_a_member_that_was_timed_out_is_not_started(bench: Bench) -> None:
