@@ -93,19 +93,21 @@ class AsyncClient:
         slo_class: str | None = None,
         tenant: str | None = None,
         request_id: str | None = None,
+        return_timing: bool = False,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncStream:
         """Send `prompt`; returns at once. Arguments as of Client.stream."""
         request_id = request_id or str(uuid.uuid4())
         values = {"max_tokens": max_tokens, **(sampling or {})}
-        scheduling = {
+        parameters = {
             "ttft_slo_ms": ttft_slo_ms,
             "tbt_slo_ms": tbt_slo_ms,
             "slo_class": slo_class,
             "tenant": tenant,
+            "return_timing": return_timing or None,
         }
-        request = generate_request(self._model, prompt, request_id, values, scheduling)
+        request = generate_request(self._model, prompt, request_id, values, parameters)
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         return AsyncStream(call, request_id)
 
@@ -119,6 +121,7 @@ class AsyncClient:
         slo_class: str | None = None,
         tenant: str | None = None,
         request_id: str | None = None,
+        return_timing: bool = False,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
@@ -131,6 +134,7 @@ class AsyncClient:
             slo_class=slo_class,
             tenant=tenant,
             request_id=request_id,
+            return_timing=return_timing,
             sampling=sampling,
             timeout_s=timeout_s,
         ) as stream:

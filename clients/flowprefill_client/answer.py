@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,9 @@ class Completion:
     """From sending the request to its first token, seconds; None if nothing was received."""
     delta_times_s: tuple[float, ...]
     """When each part was received, seconds after sending."""
+    timing: dict[str, Any] | None = None
+    """With return_timing, once complete: the server's own times and counts of this request, as
+    queue_s, prefill_s, ttft_s, num_preemptions; all of them are in the project's README."""
 
 
 class Recorder:
@@ -48,6 +52,7 @@ class Recorder:
         self.request_id = request_id
         self.finish_reason: str | None = None
         self._num_input_tokens: int | None = None
+        self._timing: dict[str, Any] | None = None
         self._deltas: list[Delta] = []
         self._sent_s = time.monotonic()
 
@@ -59,6 +64,8 @@ class Recorder:
         if reason != "None":  # vllm_backend's word for "still running"
             self.finish_reason = reason
         self._num_input_tokens = outputs.get("num_input_tokens")
+        if "timing" in outputs:
+            self._timing = json.loads(outputs["timing"])
         delta = Delta(
             text=outputs.get("text_output", ""),
             num_output_tokens=outputs.get("num_output_tokens", 0),
@@ -84,6 +91,7 @@ class Recorder:
             num_output_tokens=sum(delta.num_output_tokens for delta in self._deltas),
             ttft_s=times[0] if times else None,
             delta_times_s=times,
+            timing=self._timing,
         )
 
 

@@ -84,6 +84,7 @@ class Client:
         slo_class: str | None = None,
         tenant: str | None = None,
         request_id: str | None = None,
+        return_timing: bool = False,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Stream:
@@ -94,18 +95,20 @@ class Client:
         slo_class: one of the model's classes of traffic
         tenant: who is charged for the tokens, where the model divides its device among tenants
         request_id: the id for cancel(); a random one by default
+        return_timing: the server's own times are wanted, see Completion.timing
         sampling: further sampling parameters under vLLM's names, lists and dicts included
         timeout_s: the request is cancelled after this time, and iterating raises ServerError
         """
         request_id = request_id or str(uuid.uuid4())
         values = {"max_tokens": max_tokens, **(sampling or {})}
-        scheduling = {
+        parameters = {
             "ttft_slo_ms": ttft_slo_ms,
             "tbt_slo_ms": tbt_slo_ms,
             "slo_class": slo_class,
             "tenant": tenant,
+            "return_timing": return_timing or None,
         }
-        request = generate_request(self._model, prompt, request_id, values, scheduling)
+        request = generate_request(self._model, prompt, request_id, values, parameters)
         return Stream(self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s), request_id)
 
     def generate(
@@ -118,6 +121,7 @@ class Client:
         slo_class: str | None = None,
         tenant: str | None = None,
         request_id: str | None = None,
+        return_timing: bool = False,
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
@@ -130,6 +134,7 @@ class Client:
             slo_class=slo_class,
             tenant=tenant,
             request_id=request_id,
+            return_timing=return_timing,
             sampling=sampling,
             timeout_s=timeout_s,
         ) as stream:

@@ -1,8 +1,8 @@
 """The protobuf messages of one request and of each part of its answer. No network, no clock.
 
-Objectives, class and tenant travel as request parameters, not as input tensors: a model that does
-not know a parameter ignores it, while an undeclared tensor is refused, so the same client also
-drives a plain vllm_backend for comparison.
+What only our models know, such as objectives, travels as request parameters, not as input
+tensors: a model that does not know a parameter ignores it, while an undeclared tensor is refused,
+so the same client also drives a plain vllm_backend for comparison.
 
 An error is a response with a text but no code, so the model is asked to put the code into the text
 (error_code_in_message). Triton could answer with gRPC statuses instead (header triton_grpc_error);
@@ -33,11 +33,11 @@ def generate_request(
     prompt: str,
     request_id: str,
     sampling: Mapping[str, Any],
-    scheduling: Mapping[str, float | str | None],
+    parameters: Mapping[str, bool | float | str | None],
 ) -> Any:
     """A streamed generation; returns a ModelInferRequest.
 
-    scheduling: ttft_slo_ms, tbt_slo_ms, slo_class, tenant; None = not sent
+    parameters: ttft_slo_ms, tbt_slo_ms, slo_class, tenant, return_timing; None = not sent
     """
     request = _new_request(model, prompt, request_id)
     _add_string(request, "sampling_parameters", json.dumps(dict(sampling)))
@@ -45,8 +45,10 @@ def generate_request(
                  "return_num_output_tokens"):  # fmt: skip
         tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
         tensor.contents.bool_contents.append(True)
-    for name, value in scheduling.items():
-        if isinstance(value, str):
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            request.parameters[name].bool_param = value
+        elif isinstance(value, str):
             request.parameters[name].string_param = value
         elif value is not None:
             request.parameters[name].double_param = value

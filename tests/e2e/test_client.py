@@ -33,6 +33,19 @@ def test_stream_and_generate_give_the_same_answer(client: Client) -> None:
     assert 0 < answer.ttft_s < answer.delta_times_s[-1]
 
 
+def test_a_preempted_request_is_told_its_times(client: Client) -> None:
+    long = client.stream(LONG_PROMPT, max_tokens=2, ttft_slo_ms=60_000, return_timing=True)
+    wait_for(lambda: client.engine_stats()["num_prefilling"], what="the long prefill has begun")
+    short = client.generate(PROMPT, max_tokens=2, ttft_slo_ms=200, return_timing=True)
+    assert len(list(long)) == 2
+    timing = long.completion().timing
+    assert timing is not None and short.timing is not None
+    assert timing["num_preemptions"] >= 1
+    assert timing["queue_s"] + timing["prefill_s"] < timing["ttft_s"]
+    assert short.ttft_s is not None and short.timing["ttft_s"] < short.ttft_s
+    assert client.generate(PROMPT, max_tokens=2).timing is None
+
+
 def test_objectives_reach_the_model(client: Client) -> None:
     for name in ("ttft_slo_ms", "tbt_slo_ms"):
         with pytest.raises(ServerError, match=name) as caught:

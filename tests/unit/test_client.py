@@ -22,12 +22,16 @@ from flowprefill_client import AsyncClient, Client, ServerError
 WAIT_S = 10.0
 
 
-def response(text: str, reason: str = "None", num_tokens: int = 1) -> Any:
+def response(
+    text: str, reason: str = "None", num_tokens: int = 1, timing: str | None = None
+) -> Any:
     """One part of an answer, encoded as tritonserver does: raw little-endian contents."""
     message = service_pb2.ModelStreamInferResponse()
     infer = message.infer_response
     infer.parameters["triton_final_response"].bool_param = reason != "None"
-    for name, value in (("text_output", text), ("finish_reason", reason)):
+    for name, value in (("text_output", text), ("finish_reason", reason), ("timing", timing)):
+        if value is None:
+            continue
         infer.outputs.add(name=name, datatype="BYTES", shape=[1])
         data = value.encode()
         infer.raw_output_contents.append(np.uint32(len(data)).tobytes() + data)
@@ -80,7 +84,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         else:
             yield response("Hel")
             yield response("", num_tokens=1)
-            yield response("lo ✓", "length", num_tokens=2)
+            yield response("lo ✓", "length", num_tokens=2, timing='{"ttft_s": 0.25}')
 
 
 @pytest.fixture()
@@ -167,6 +171,22 @@ def test_class_and_tenant_travel_as_parameters_of_both_clients(
     for request in triton.requests:
         sent = {name: request.parameters[name].string_param for name in ("slo_class", "tenant")}
         assert sent == {"slo_class": "chat", "tenant": "blue"}
+
+
+def test_timing_is_asked_for_as_a_parameter_of_both_clients_and_is_the_servers(
+    client: Client, triton: FakeTriton
+) -> None:
+    async def scenario() -> dict[str, Any] | None:
+        async with AsyncClient(triton.url, "m") as client:  # type: ignore[attr-defined]
+            return (await client.generate("hello", return_timing=True)).timing
+
+    timings = [client.generate("hello", return_timing=True).timing, asyncio.run(scenario())]
+    assert timings == [{"ttft_s": 0.25}] * 2
+    assert all(r.parameters["return_timing"].bool_param for r in triton.requests)
+    stream = client.stream("wait", return_timing=True)
+    next(stream)
+    assert stream.completion().timing is None
+    stream.cancel()
 
 
 def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> None:
