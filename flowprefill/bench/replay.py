@@ -254,7 +254,7 @@ def _report(
     """Print the table, warnings and the JSON line; returns whether the replay is void."""
     from rich.console import Console
 
-    from flowprefill.replay.summary import figures, make_table, warnings
+    from flowprefill.replay.summary import figures, make_table, server_line, warnings
 
     state = {"interrupted": ended.signum is not None, "run": facts}
     if not ended.records:
@@ -263,6 +263,8 @@ def _report(
     console = Console()
     console.print(make_table(ended.records))
     result = figures(plan, ended.records)
+    if line := server_line(result):
+        console.print(line, markup=False)
     for code, number in result["errors"].items():
         console.print(f"failed with {code}: {number}", markup=False)
     for warning in warnings(result):

@@ -105,6 +105,7 @@ class GenerateStreamTarget:
             "return_finish_reason": True,
             "return_num_input_tokens": True,
             "return_num_output_tokens": True,
+            "return_timing": True,
             "sampling_parameters": json.dumps(sampling),
             "error_code_in_message": True,
             **objectives_ms(planned),
@@ -116,7 +117,12 @@ class GenerateStreamTarget:
         async for event in self._source.events(f"{self._model_url}/generate_stream", message):
             # vllm_backend's word for "still running" is the text None
             is_complete = event.get("finish_reason", "None") not in ("None", None)
-            yield Part(event.get("num_output_tokens", 1), event.get("num_input_tokens"))
+            timing = json.loads(event.get("timing", "{}"))
+            yield Part(
+                event.get("num_output_tokens", 1),
+                event.get("num_input_tokens"),
+                server_ttft_s=timing.get("ttft_s"),
+            )
         if not is_complete:
             raise TargetError("INCOMPLETE", "the stream ended before the answer did")
 

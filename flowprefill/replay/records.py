@@ -29,6 +29,8 @@ class ReplayRecord:
     """When the answer was complete or had failed; None where nobody looked."""
     num_input_tokens: int | None = None
     """Tokens of the prompt by the server's count; None if it gave none."""
+    server_ttft_s: float | None = None
+    """Arrival at the server to first token by its own clock; None if it did not say."""
 
     @property
     def send_lag_s(self) -> float:
@@ -85,10 +87,24 @@ def summarise(records: Sequence[ReplayRecord], duration_s: float) -> dict[str, A
         "goodput": _round(num_on_time / duration_s) if duration_s > 0 else None,
         "ttft_s": _percentiles([record.ttft_s for record in records]),
         "tbt_s": _percentiles(gaps) if gaps else None,
+        **_server_figures(records),
         "classes": {name: _class_figures(members) for name, members in by_class(records).items()},
         "errors": dict(sorted(errors.items())),
         "send_lag_p99_ms": _round(1000 * send_lag_p99_s(records)),
         "void": send_lag_p99_s(records) > MAX_SEND_LAG_S,
+    }
+
+
+def _server_figures(records: Sequence[ReplayRecord]) -> dict[str, Any]:
+    """TTFT by the server's clock, and how much more the client saw; nothing if it did not say."""
+    known = [(r.server_ttft_s, r.ttft_s) for r in records if r.server_ttft_s is not None]
+    if not known:
+        return {}
+    return {
+        "server_ttft_s": _percentiles([server_s for server_s, _ in known]),
+        "ttft_outside_server_s": _percentiles(
+            [client_s - server_s for server_s, client_s in known]
+        ),
     }
 
 

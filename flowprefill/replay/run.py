@@ -24,11 +24,14 @@ class _Answer:
     sent_s: float
     token_s: list[float] = field(default_factory=list)
     num_input_tokens: int | None = None
+    server_ttft_s: float | None = None
 
     def add(self, part: Part, now_s: float) -> None:
         """Take what came at `now_s`; the server's own count of tokens is believed."""
         if part.num_input_tokens is not None:
             self.num_input_tokens = part.num_input_tokens
+        if part.server_ttft_s is not None:
+            self.server_ttft_s = part.server_ttft_s
         num_tokens = len(self.token_s) + part.num_tokens
         if part.total_tokens is not None:
             num_tokens = part.total_tokens
@@ -120,6 +123,7 @@ class Replayer(Generic[Message]):
                 error,
                 self._now_s(),
                 answer.num_input_tokens,
+                answer.server_ttft_s,
             )
         )
         self._on_change()

@@ -61,6 +61,17 @@ def warnings(result: dict[str, Any]) -> list[str]:
     return found
 
 
+def server_line(result: dict[str, Any]) -> str | None:
+    """TTFT at both ends, where the server has told its own."""
+    if "server_ttft_s" not in result:
+        return None
+    inside, outside = result["server_ttft_s"], result["ttft_outside_server_s"]
+    return (
+        f"TTFT in the server: p50 {_ms(inside['p50'])}, p99 {_ms(inside['p99'])} ms; the client "
+        f"saw more by p50 {_ms(outside['p50'])}, p99 {_ms(outside['p99'])} ms"
+    )
+
+
 def make_table(records: Sequence[ReplayRecord]) -> Table:
     """A row for each SLO class and one for all. Raises ValueError for no records."""
     from rich.table import Table

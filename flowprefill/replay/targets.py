@@ -29,6 +29,8 @@ class Part:
     """Tokens of the prompt by the server's count; None if this message does not say."""
     total_tokens: int | None = None
     """Tokens of the whole answer by the server's count; None if this message does not say."""
+    server_ttft_s: float | None = None
+    """Arrival to first token by the server's clock; None if this message does not say."""
 
 
 class Target(Protocol[Message]):
@@ -82,7 +84,11 @@ class GrpcTarget:
             raise ReplayError(f"{self._url}: model {self._model} is not ready")
 
     def prepare(self, planned: PlannedRequest, prompt: str) -> GrpcMessage:
-        arguments = {"max_tokens": planned.output_tokens, "sampling": SAMPLING}
+        arguments = {
+            "max_tokens": planned.output_tokens,
+            "sampling": SAMPLING,
+            "return_timing": True,
+        }
         return GrpcMessage(prompt, {**arguments, **objectives_ms(planned)})
 
     async def send(self, message: GrpcMessage) -> AsyncIterator[Part]:
@@ -92,7 +98,9 @@ class GrpcTarget:
                     yield Part(delta.num_output_tokens)
         except ServerError as error:
             raise TargetError(error.status or "ERROR", str(error)) from error
-        yield Part(0, stream.completion().num_input_tokens)
+        answer = stream.completion()
+        timing = answer.timing or {}
+        yield Part(0, answer.num_input_tokens, server_ttft_s=timing.get("ttft_s"))
 
     async def close(self) -> None:
         await self._client.close()

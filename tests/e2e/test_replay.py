@@ -53,7 +53,8 @@ def test_a_short_trace_is_answered_in_full(
         rows = list(csv.DictReader(file))
     assert [int(row["num_input_tokens"]) for row in rows] == list(LENGTHS)
     assert [int(row["num_output_tokens"]) for row in rows] == [1, 2, 3, 1, 2, 3]
-    assert all(float(row["ttft_s"]) > 0 for row in rows)
+    assert all(float(row["ttft_s"]) > float(row["server_ttft_s"]) > 0 for row in rows)
+    assert result["ttft_outside_server_s"]["p50"] > 0
     cached = client.engine_stats()["num_cached_tokens"] - before["num_cached_tokens"]
     assert cached >= 2 * 512 - 2 * 64  # all whole blocks of what two prompts share with a third
 

@@ -105,9 +105,10 @@ def test_openai_tokens_without_text_count_and_an_end_without_token_does_not() ->
 
 
 def test_generate_stream_is_asked_for_counts_and_sent_objectives() -> None:
-    answer = events(triton("None", num_input_tokens=3), triton("length", num_input_tokens=3))
-    parts, (path, body) = ask(GenerateStreamTarget, answer)
-    assert parts == [Part(1, 3), Part(1, 3)]
+    last = triton("length", num_input_tokens=3, timing='{"ttft_s": 0.2}')
+    parts, (path, body) = ask(GenerateStreamTarget, events(triton("None"), last))
+    assert parts == [Part(1), Part(1, 3, server_ttft_s=0.2)]
+    assert body["return_timing"] is True
     assert path == "/v2/models/m/generate_stream"
     assert body["text_input"] == PROMPT
     assert (body["ttft_slo_ms"], body["tbt_slo_ms"]) == (250.0, 100.0)
@@ -209,4 +210,5 @@ def test_over_grpc_too_objectives_and_exact_lengths_are_asked_for() -> None:
         "ttft_slo_ms": 250.0,
         "tbt_slo_ms": 100.0,
         "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "return_timing": True,
     }

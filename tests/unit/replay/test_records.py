@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -102,6 +103,14 @@ def test_summary_counts_classes_errors_and_goodput() -> None:
     assert summary["errors"] == {"UNAVAILABLE": 1}
     assert summary["tbt_s"]["p50"] == 0.5
     assert list(by_class(records)) == ["file", "text"]
+
+
+def test_servers_own_ttft_is_summed_up_beside_the_clients() -> None:
+    told = dataclasses.replace(record(0.2), server_ttft_s=0.15)
+    summary = summarise([told, record(0.4), record(None, error="UNAVAILABLE: gone")], 1.0)
+    assert summary["server_ttft_s"]["p99"] == 0.15
+    assert summary["ttft_outside_server_s"]["p50"] == 0.05
+    assert "server_ttft_s" not in summarise([record(0.4)], 1.0)
 
 
 def test_goodput_over_no_time_is_none() -> None:

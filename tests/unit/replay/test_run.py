@@ -122,12 +122,13 @@ def test_the_server_s_own_count_of_tokens_is_believed() -> None:
         yield Part(1)
         await asyncio.sleep(0.1)
         yield Part(1)
-        yield Part(0, num_input_tokens=11, total_tokens=(1, 5)[req_id])
+        yield Part(0, num_input_tokens=11, total_tokens=(1, 5)[req_id], server_ttft_s=0.08)
 
     few, many = replay(Server(answer), plan_of(0.0, 1.0))
     assert [len(few.token_s), len(many.token_s)] == [1, 5]
     assert many.times.tbt_s == pytest.approx([0.1, 0, 0, 0])
     assert few.num_input_tokens == 11
+    assert few.server_ttft_s == 0.08
 
 
 def test_a_failure_is_one_request_s_and_its_tokens_are_kept() -> None:

@@ -15,7 +15,7 @@ from flowprefill.replay.errors import ReplayError
 from flowprefill.replay.plan import PlannedRequest
 from flowprefill.replay.record_files import COLUMNS, check_records_path, write_records
 from flowprefill.replay.records import ReplayRecord
-from flowprefill.replay.summary import figures, make_table, warnings
+from flowprefill.replay.summary import figures, make_table, server_line, warnings
 from flowprefill.workload import Objective
 
 TEXT, FILE = Objective("text", 0.25, 0.1), Objective("file", 6.0, 0.2)
@@ -29,7 +29,7 @@ def record(req_id: int, *token_s: float, goal: Objective = TEXT, **others: Any) 
 
 
 RECORDS = [
-    record(0, 0.2, 0.25, 0.35, ended_s=0.4, num_input_tokens=20),
+    record(0, 0.2, 0.25, 0.35, ended_s=0.4, num_input_tokens=20, server_ttft_s=0.15),
     record(1, 0.2, 0.5, 0.6, num_input_tokens=21),
     record(2, 5.0, 5.1, goal=FILE),
     record(3, error="UNAVAILABLE: full", goal=FILE),
@@ -47,6 +47,11 @@ def test_figures_say_what_was_asked_for_and_what_came() -> None:
     assert found["offered_rate"] == 1.25
     assert (found["num_short_answers"], found["num_wrong_prompts"]) == (1, 1)
     assert not found["void"]
+    line = (
+        "TTFT in the server: p50 150.0, p99 150.0 ms; the client saw more by p50 50.0, p99 50.0 ms"
+    )
+    assert server_line(found) == line
+    assert server_line(figures(plan, RECORDS[1:])) is None
 
 
 def test_warnings_name_what_spoils_the_figures() -> None:
@@ -86,6 +91,7 @@ def test_records_are_a_row_each(tmp_path: Path) -> None:
     assert first["class"] == "text" and first["type"] == "chat"
     assert (first["due_s"], first["sent_s"], first["send_lag_s"]) == ("0.0", "0.001", "0.001")
     assert (first["ttft_s"], first["gap_p50_s"], first["gap_max_s"]) == ("0.2", "0.075", "0.1")
+    assert (first["server_ttft_s"], failed["server_ttft_s"]) == ("0.15", "")
     assert (first["output_tokens"], first["num_output_tokens"]) == ("3", "3")
     assert (first["end_s"], first["met"], first["error"]) == ("0.4", "True", "")
     assert (failed["ttft_s"], failed["gap_max_s"], failed["met"]) == ("", "", "False")
