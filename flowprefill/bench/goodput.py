@@ -7,8 +7,7 @@ the requests on time, the same with 90% of every class, and the tightest objecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,24 +18,13 @@ from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import describe_run, print_json
 
 if TYPE_CHECKING:
-    from flowprefill.bench.crossing import Curve
+    from flowprefill.bench.goodput_outcomes import CellResult
     from flowprefill.bench.goodput_plan import GoodputPlan
-    from flowprefill.bench.goodput_runs import Cell, GoodputRuns, Outcome
+    from flowprefill.bench.goodput_runs import Cell, GoodputRuns
     from flowprefill.config import EngineConfig
-
-    Measure = Callable[[Sequence[Outcome]], float]
 
 SCALE_LOAD = 0.7
 """Load at which the tightest objectives are searched."""
-
-
-@dataclass
-class CellResult:
-    """Outcomes of a cell, one of each block."""
-
-    by_load: dict[float, list[Outcome]] = field(default_factory=dict)
-    by_tightness: dict[float, list[Outcome]] = field(default_factory=dict)
-    """At SCALE_LOAD, with objectives divided by so much; empty where it was not asked for."""
 
 
 def run(
@@ -121,25 +109,26 @@ def measure(
 
     key: of everything beside configuration and seed that outcomes in `records` depend on
     """
-    from flowprefill.bench.goodput_runs import (
-        GoodputRuns,
+    from flowprefill.bench.goodput_outcomes import (
+        CellResult,
         OutcomeStore,
         attainment,
-        check_same_knobs,
-        with_cell,
+        search_loads,
         worst_class_attainment,
     )
+    from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
 
     check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
-    store = OutcomeStore(records, key=f"{key} {config} {seed}")
+    store = OutcomeStore(records, key=f"{config} {seed} {key}")
     runs = GoodputRuns(config, plan, seed, progress, store)
     try:
         results = {}
         for cell, guesses in plan.guesses.items():
             results[cell] = result = CellResult()
-            search_loads(runs, cell, guesses[0], attainment, result)
+            measure_at = partial(runs.measure, cell)
+            search_loads(measure_at, guesses[0], attainment, result)
             if cell in plan.every_class_cells:
-                search_loads(runs, cell, guesses[1], worst_class_attainment, result)
+                search_loads(measure_at, guesses[1], worst_class_attainment, result)
             if with_slo_scales and cell in plan.tightness_cells:
                 search_tightness(runs, cell, result)
         return results
@@ -147,33 +136,13 @@ def measure(
         runs.close()
 
 
-def search_loads(
-    runs: GoodputRuns, cell: Cell, guess: float, measure_of: Measure, result: CellResult
-) -> None:
-    """Measure loads on both sides of where 90% are on time, by that measure of attainment."""
-    from flowprefill.bench.crossing import search, snap
-    from flowprefill.bench.goodput_plan import TARGET
-    from flowprefill.bench.goodput_runs import Point
-
-    def measure_at(load: float) -> None:
-        result.by_load[load] = runs.measure(Point(cell, load))
-
-    search(measure_at, lambda: curve(result.by_load, measure_of), snap(guess), TARGET)
-
-
 def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
-    """Measure objectives on both sides of the tightest that 90% meet."""
+    """Measure objectives on both sides of the tightest that TARGET meet."""
     from flowprefill.bench.crossing import search, snap
-    from flowprefill.bench.goodput_plan import TARGET
-    from flowprefill.bench.goodput_runs import Point, attainment
+    from flowprefill.bench.goodput_outcomes import TARGET, attainment, curve
 
     def measure_at(tightness: float) -> None:
-        point = Point(cell, SCALE_LOAD, slo_scale=round(1 / tightness, 6))
-        result.by_tightness[tightness] = runs.measure(point)
+        scale = round(1 / tightness, 6)
+        result.by_tightness[tightness] = runs.measure(cell, SCALE_LOAD, scale)
 
     search(measure_at, lambda: curve(result.by_tightness, attainment), snap(1.0), TARGET)
-
-
-def curve(by_load: dict[float, list[Outcome]], measure_of: Measure) -> Curve:
-    """Attainment by load, over all blocks."""
-    return {load: measure_of(outcomes) for load, outcomes in by_load.items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flowprefill.bench.crossing import crossing, search, snap
+from flowprefill.bench.goodput_outcomes import TARGET
 from flowprefill.bench.goodput_runs import Cell
 from flowprefill.bench.simulate_plan import Plan, Window, take_window
 from flowprefill.config import POLICIES
@@ -22,7 +23,6 @@ from flowprefill.simulator.replay import Replay, Setup, at_load, offered_load
 
 T = TypeVar("T")
 
-TARGET = 0.9
 FULL_CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
 """Chunk sizes at the trace's own lengths."""
 COMMON_CHUNK = 2048

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowprefill.bench.crossing import bootstrap, crossing
-from flowprefill.bench.goodput import SCALE_LOAD, CellResult
-from flowprefill.bench.goodput_plan import BASELINE, TARGET, GoodputPlan, common_chunk
-from flowprefill.bench.goodput_runs import (
-    Cell,
+from flowprefill.bench.goodput import SCALE_LOAD
+from flowprefill.bench.goodput_outcomes import (
+    TARGET,
+    CellResult,
+    Measure,
     Outcome,
     attainment,
     worst_class_attainment,
 )
+from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
+from flowprefill.bench.goodput_runs import Cell
 from flowprefill.metrics import percentile
 from flowprefill.replay.records import MAX_SEND_LAG_S
 from flowprefill.simulator.least_work import offline_bound_on
@@ -23,7 +26,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Results = Mapping[Cell, CellResult]
-Measure = Callable[[Sequence[Outcome]], float]
 Value = Callable[[Sequence[int]], float]
 """A figure of a sample of blocks."""
 
@@ -32,13 +34,12 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
     """The JSON object. Rates are requests per second."""
     num_blocks = plan.num_blocks
 
-    def with_interval(value: Value) -> list[float]:
-        interval = bootstrap(value, num_blocks, seed)
-        return [round(v, 4) for v in (value(range(num_blocks)), *interval)]
+    def estimate(value: Value) -> list[float]:
+        return with_interval(value, num_blocks, seed)
 
-    overall = {cell: _max_load(result, attainment) for cell, result in results.items()}
+    overall = {cell: max_load(result, attainment) for cell, result in results.items()}
     every_class = {
-        cell: _max_load(results[cell], worst_class_attainment)
+        cell: max_load(results[cell], worst_class_attainment)
         for cell in results
         if cell in plan.every_class_cells
     }
@@ -49,26 +50,26 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
     best = max(overall, key=lambda cell: overall[cell](everything))
     ratios = _ratios(plan, overall, every_class, tightness, best)
     rate = plan.rate_at_load_1
-    max_loads = {c.name: with_interval(v) for c, v in overall.items()}
+    max_loads = {c.name: estimate(v) for c, v in overall.items()}
     return {
-        "max_rate_90": {name: _scaled(loads, rate) for name, loads in max_loads.items()},
+        "max_rate_90": {name: scaled(loads, rate) for name, loads in max_loads.items()},
         "max_load_90": max_loads,
         "max_rate_90_every_class": {
-            c.name: _scaled(with_interval(v), rate) for c, v in every_class.items()
+            c.name: scaled(estimate(v), rate) for c, v in every_class.items()
         },
         "min_slo_scale_90": {
-            c.name: [round(1 / x, 4) for x in with_interval(v)] for c, v in tightness.items()
+            c.name: [round(1 / x, 4) for x in estimate(v)] for c, v in tightness.items()
         },
         "best": best.name,
-        **{name: with_interval(value) for name, value in ratios.items()},
-        "cells": {cell.name: _points(result) for cell, result in results.items()},
-        "objectives_s": _objectives(plan),
+        **{name: estimate(value) for name, value in ratios.items()},
+        "cells": {cell.name: load_points(result) for cell, result in results.items()},
+        "objectives_s": class_objectives(plan),
         "offline_bound_fraction": _bound_fraction(plan, results[best]),
-        **_lags(results),
+        **send_lags(results.values()),
     }
 
 
-def _max_load(result: CellResult, measure_of: Measure) -> Value:
+def max_load(result: CellResult, measure_of: Measure) -> Value:
     """Highest load of a sample of blocks."""
 
     def value(indices: Sequence[int]) -> float:
@@ -82,7 +83,7 @@ def _max_load(result: CellResult, measure_of: Measure) -> Value:
 
 
 def _max_tightness(result: CellResult) -> Value:
-    return _max_load(CellResult(by_load=result.by_tightness), attainment)
+    return max_load(CellResult(by_load=result.by_tightness), attainment)
 
 
 def _ratios(
@@ -115,10 +116,21 @@ def _ratios(
 def _ratio(values: Mapping[Cell, Value], above: Cell, below: Cell) -> Value | None:
     if above not in values or below not in values or above == below:
         return None
-    return lambda indices: values[above](indices) / max(values[below](indices), 1e-9)
+    return ratio_of(values[above], values[below])
 
 
-def _points(result: CellResult) -> list[dict[str, Any]]:
+def ratio_of(above: Value, below: Value) -> Value:
+    """Of two figures of the same sample of blocks."""
+    return lambda indices: above(indices) / max(below(indices), 1e-9)
+
+
+def with_interval(value: Value, num_blocks: int, seed: int) -> list[float]:
+    """The figure over all blocks, and its 95% interval."""
+    interval = bootstrap(value, num_blocks, seed)
+    return [round(v, 4) for v in (value(range(num_blocks)), *interval)]
+
+
+def load_points(result: CellResult) -> list[dict[str, Any]]:
     """Everything measured of a cell, by load."""
     return [_point(load, outcomes) for load, outcomes in sorted(result.by_load.items())]
 
@@ -156,11 +168,11 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{q}": round(percentile(values, q), 4) for q in (50, 90, 99)}
 
 
-def _lags(results: Results) -> dict[str, Any]:
+def send_lags(results: Iterable[CellResult]) -> dict[str, Any]:
     """How late requests were sent, over everything: if too late, nothing here counts."""
     lags = [
         lag
-        for result in results.values()
+        for result in results
         for outcomes in (*result.by_load.values(), *result.by_tightness.values())
         for outcome in outcomes
         for lag in outcome.send_lags_s
@@ -169,7 +181,7 @@ def _lags(results: Results) -> dict[str, Any]:
     return {"send_lag_p99_ms": round(1000 * p99_s, 3), "void": p99_s > MAX_SEND_LAG_S}
 
 
-def _objectives(plan: GoodputPlan) -> dict[str, float]:
+def class_objectives(plan: GoodputPlan) -> dict[str, float]:
     """TTFT objective of the first request of each class; those of a class are alike, or in
     proportion to their lengths."""
     goals = {goal.name: round(goal.ttft_s, 4) for goal in reversed(plan.window.objectives)}
@@ -192,7 +204,7 @@ def _share_of_bound(plan: GoodputPlan, load: float, outcomes: Sequence[Outcome])
     return round(sum(o.num_on_time for o in outcomes) / bound, 4) if bound else None
 
 
-def _scaled(values: Sequence[float], factor: float) -> list[float]:
+def scaled(values: Sequence[float], factor: float) -> list[float]:
     return [round(value * factor, 3) for value in values]
 
 
@@ -210,9 +222,9 @@ def make_tables(plan: GoodputPlan, result: Mapping[str, Any]) -> list[Table]:
         scale = result["min_slo_scale_90"].get(name)
         highest.add_row(
             name,
-            f"{_interval(load)} ({result['max_rate_90'][name][0]:.1f}/s)",
-            _interval([v / plan.rate_at_load_1 for v in every_class]) if every_class else "",
-            _interval(scale) if scale else "",
+            f"{interval(load)} ({result['max_rate_90'][name][0]:.1f}/s)",
+            interval([v / plan.rate_at_load_1 for v in every_class]) if every_class else "",
+            interval(scale) if scale else "",
         )
     points = Table(title="At each load: on time, and TTFT in seconds")
     for heading in ("policy/granularity", "load", "on time", "by class", "p50", "p99", "preempted"):
@@ -232,6 +244,6 @@ def make_tables(plan: GoodputPlan, result: Mapping[str, Any]) -> list[Table]:
     return [highest, points]
 
 
-def _interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float]) -> str:
     middle, low, high = values
     return f"{middle:.2f} [{min(low, high):.2f}, {max(low, high):.2f}]"

@@ -23,17 +23,15 @@ from flowprefill.bench.crossing import (
     next_load,
     snap,
 )
-from flowprefill.bench.goodput_plan import GoodputPlan
-from flowprefill.bench.goodput_runs import (
-    Cell,
+from flowprefill.bench.goodput_outcomes import (
     Outcome,
     OutcomeStore,
     Point,
     attainment,
-    check_same_knobs,
-    with_cell,
     worst_class_attainment,
 )
+from flowprefill.bench.goodput_plan import GoodputPlan
+from flowprefill.bench.goodput_runs import Cell, check_same_knobs, with_cell
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.bench.simulate_plan import Window as SimWindow
@@ -145,7 +143,7 @@ class TestOutcomes:
 
     def test_the_store_gives_back_what_was_measured(self, tmp_path: Path) -> None:
         path = tmp_path / "deep" / "records.jsonl"
-        point = Point(Cell("s-edf", "tile"), 1.1, 0.5)
+        point = Point("s-edf/tile", 1.1, 0.5)
         measured = Outcome({"text": 2}, {"text": 1}, {"text": [0.1, float("inf")]}, [0.01], [0.001])
         OutcomeStore(path, "key").add(point, [measured])
         assert OutcomeStore(path, "key").outcomes == {point: [measured]}
@@ -179,7 +177,7 @@ class TestKnobs:
 def test_outcomes_survive_json(tmp_path: Path) -> None:
     """TTFTs of requests that never got a token are infinite."""
     path = tmp_path / "r.jsonl"
-    OutcomeStore(path, "k").add(Point(Cell("a", "b"), 1.0), [Outcome()])
+    OutcomeStore(path, "k").add(Point("a/b", 1.0), [Outcome()])
     assert json.loads(path.read_text().splitlines()[0]) == {"key": "k"}
 
 
