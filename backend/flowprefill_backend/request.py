@@ -26,6 +26,7 @@ from flowprefill.stats import EngineInfo
 from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend.answer import AnswerOptions
 from flowprefill_backend.contract import UNSUPPORTED_INPUTS
+from flowprefill_backend.prompt import JSON_GROWTH, MESSAGES, TEXT, prompt_format, read_prompt
 
 CANCEL_ID = "cancel_id"
 ENGINE_STATS = "engine_stats"
@@ -109,6 +110,8 @@ def screen(raw: RawRequest, info: EngineInfo, tokenizer: Tokenizer) -> None:
     _check_size("sampling_parameters", size, MAX_PARAMETERS_BYTES)
     size = _num_bytes(raw.inputs.get("text_input", ()))
     max_bytes = info.max_model_len * tokenizer.max_token_bytes
+    if prompt_format(raw.parameters) != TEXT:
+        max_bytes *= JSON_GROWTH
     if size > max_bytes:
         raise PromptTooLongError(
             f"text_input has {size} bytes: max_model_len {info.max_model_len} tokens hold at "
@@ -149,6 +152,11 @@ def parse(
     tenant = _text(raw, values, "tenant") or ""
     if values.pop("lora_name", None):
         raise LoraDisabledError
+    form = prompt_format(raw.parameters)
+    text = _decode("text_input", _element(raw, "text_input"))
+    token_ids = read_prompt(text, form, tokenizer, info.vocab_size)
+    if form == MESSAGES and values.get("max_tokens") is None:
+        values["max_tokens"] = _room(len(token_ids), info)
     sampling = SamplingParams.from_mapping(
         values,
         vocab_size=info.vocab_size,
@@ -156,16 +164,20 @@ def parse(
         # whatever they like.
         ignore_unknown="sampling_parameters" not in raw.inputs,
     )
-    prompt = _decode("text_input", _element(raw, "text_input"))
-    prompt_token_ids = tokenizer.encode(prompt)
-    if not prompt_token_ids:
-        raise InvalidParameterError("text_input", prompt, "a text of at least one token")
-    if len(prompt_token_ids) + sampling.max_tokens > info.max_model_len:
+    if len(token_ids) + sampling.max_tokens > info.max_model_len:
         raise PromptTooLongError(
-            f"prompt of {len(prompt_token_ids)} tokens + max_tokens={sampling.max_tokens} > "
+            f"prompt of {len(token_ids)} tokens + max_tokens={sampling.max_tokens} > "
             f"max_model_len {info.max_model_len}"
         )
-    return ParsedRequest(prompt, prompt_token_ids, sampling, slo, tenant, options)
+    if form != TEXT:  # what an answer begins with that is to hold its prompt
+        text = tokenizer.decode(token_ids, False) if options.prepend_prompt else ""
+    return ParsedRequest(text, token_ids, sampling, slo, tenant, options)
+
+
+def _room(num_prompt: int, info: EngineInfo) -> int:
+    """Tokens that an answer may have behind a prompt; 1 where none fits, which is refused later."""
+    limit = min(info.max_model_len, info.num_kv_blocks * info.block_size)
+    return max(1, limit - num_prompt)
 
 
 def _options(raw: RawRequest) -> AnswerOptions:

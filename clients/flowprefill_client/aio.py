@@ -18,6 +18,7 @@ from flowprefill_client.errors import ServerError
 from flowprefill_client.messages import (
     CHANNEL_OPTIONS,
     CONTROL_TIMEOUT_S,
+    Prompt,
     cancel_request,
     generate_request,
     parse_control_response,
@@ -85,9 +86,9 @@ class AsyncClient:
 
     def stream(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
         slo_class: str | None = None,
@@ -113,9 +114,9 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
         slo_class: str | None = None,

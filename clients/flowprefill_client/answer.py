@@ -12,6 +12,18 @@ from flowprefill_client.messages import parse_response
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one token at one position."""
+
+    token_id: int
+    text: str
+    """Has U+FFFD where the token is part of a character."""
+    logprob: float
+    rank: int
+    """1 = the most likely token."""
+
+
+@dataclass(frozen=True)
 class Delta:
     """One part of a streamed answer."""
 
@@ -23,6 +35,8 @@ class Delta:
     """None while more follows; then stop or length."""
     time_s: float
     """From sending the request to receiving this part, seconds."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """With the sampling parameter logprobs: of each new token itself, then the most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,8 @@ class Completion:
     timing: dict[str, Any] | None = None
     """With return_timing, once complete: the server's own times and counts of this request, as
     queue_s, prefill_s, ttft_s, num_preemptions; all of them are in the project's README."""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """As of Delta, of all tokens."""
 
 
 class Recorder:
@@ -71,6 +87,7 @@ class Recorder:
             num_output_tokens=outputs.get("num_output_tokens", 0),
             finish_reason=self.finish_reason,
             time_s=time_s,
+            logprobs=_parse_logprobs(outputs.get("logprobs")),
         )
         self._deltas.append(delta)
         return delta
@@ -92,7 +109,20 @@ class Recorder:
             ttft_s=times[0] if times else None,
             delta_times_s=times,
             timing=self._timing,
+            logprobs=tuple(token for delta in self._deltas for token in delta.logprobs),
         )
+
+
+def _parse_logprobs(text: str | None) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """The model's JSON: for each new token a map from ids, the token itself first."""
+    tokens = json.loads(text) if text else None
+    return tuple(
+        tuple(
+            TokenLogprob(int(token_id), top["decoded_token"], top["logprob"], top["rank"])
+            for token_id, top in token.items()
+        )
+        for token in tokens or ()
+    )
 
 
 class Exchange:

@@ -16,6 +16,7 @@ from flowprefill_client.errors import ServerError
 from flowprefill_client.messages import (
     CHANNEL_OPTIONS,
     CONTROL_TIMEOUT_S,
+    Prompt,
     cancel_request,
     generate_request,
     parse_control_response,
@@ -76,9 +77,9 @@ class Client:
 
     def stream(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
         slo_class: str | None = None,
@@ -88,8 +89,10 @@ class Client:
         sampling: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Send `prompt`; returns at once.
+        """Send `prompt`, a text, token ids, or chat messages; returns at once.
 
+        max_tokens: longest answer, tokens; None = the model's default, which is 16 behind a text or
+            ids, and what its context leaves behind messages
         ttft_slo_ms, tbt_slo_ms: objectives for the first token and for the gaps after it; None =
             those of slo_class, or the model's defaults
         slo_class: one of the model's classes of traffic
@@ -113,9 +116,9 @@ class Client:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         ttft_slo_ms: float | None = None,
         tbt_slo_ms: float | None = None,
         slo_class: str | None = None,

@@ -12,12 +12,15 @@ that is not used, because tritonserver 2.51.0 crashes when several such streams 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tritonclient.grpc import InferResult, service_pb2
 
 from flowprefill_client.errors import ServerError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or chat messages, each a mapping with role and content."""
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 CHANNEL_OPTIONS = [
@@ -30,7 +33,7 @@ CONTROL_TIMEOUT_S = 10.0
 
 def generate_request(
     model: str,
-    prompt: str,
+    prompt: Prompt,
     request_id: str,
     sampling: Mapping[str, Any],
     parameters: Mapping[str, bool | float | str | None],
@@ -39,10 +42,16 @@ def generate_request(
 
     parameters: ttft_slo_ms, tbt_slo_ms, slo_class, tenant, return_timing; None = not sent
     """
-    request = _new_request(model, prompt, request_id)
+    text, form = _encode_prompt(prompt)
+    request = _new_request(model, text, request_id)
+    if form is not None:
+        request.parameters["prompt_format"].string_param = form
     _add_string(request, "sampling_parameters", json.dumps(dict(sampling)))
-    for name in ("stream", "return_finish_reason", "return_num_input_tokens",
-                 "return_num_output_tokens"):  # fmt: skip
+    wanted = ["stream", "return_finish_reason", "return_num_input_tokens",
+              "return_num_output_tokens"]  # fmt: skip
+    if sampling.get("logprobs") is not None:
+        wanted.append("return_logprobs")
+    for name in wanted:
         tensor = request.inputs.add(name=name, datatype="BOOL", shape=[1])
         tensor.contents.bool_contents.append(True)
     for name, value in parameters.items():
@@ -92,6 +101,15 @@ def parse_control_response(messages: list[Any]) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ServerError(f"a control request was answered by {texts!r} instead of one text")
     return texts[0]
+
+
+def _encode_prompt(prompt: Prompt) -> tuple[str, str | None]:
+    """The text that is sent, and its format; None = a text as it is."""
+    if isinstance(prompt, str):
+        return prompt, None
+    is_messages = any(isinstance(item, Mapping) for item in prompt)
+    text = json.dumps(list(prompt), ensure_ascii=False, separators=(",", ":"))
+    return text, "messages" if is_messages else "token_ids"
 
 
 def _new_request(model: str, prompt: str = "", request_id: str = "") -> Any:

@@ -17,21 +17,17 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from flowprefill_client import AsyncClient, Client, ServerError
+from flowprefill_client import AsyncClient, Client, ServerError, TokenLogprob
 
 WAIT_S = 10.0
 
 
-def response(
-    text: str, reason: str = "None", num_tokens: int = 1, timing: str | None = None
-) -> Any:
+def response(text: str, reason: str = "None", num_tokens: int = 1, **optional: str) -> Any:
     """One part of an answer, encoded as tritonserver does: raw little-endian contents."""
     message = service_pb2.ModelStreamInferResponse()
     infer = message.infer_response
     infer.parameters["triton_final_response"].bool_param = reason != "None"
-    for name, value in (("text_output", text), ("finish_reason", reason), ("timing", timing)):
-        if value is None:
-            continue
+    for name, value in {"text_output": text, "finish_reason": reason, **optional}.items():
         infer.outputs.add(name=name, datatype="BYTES", shape=[1])
         data = value.encode()
         infer.raw_output_contents.append(np.uint32(len(data)).tobytes() + data)
@@ -45,8 +41,12 @@ def error(text: str) -> Any:
     return service_pb2.ModelStreamInferResponse(error_message=text)
 
 
+LIKELY_A = '"9": {"logprob": -0.5, "rank": 2, "decoded_token": "a"}'
+LIKELY_B = '"3": {"logprob": -0.1, "rank": 1, "decoded_token": "b"}'
+
+
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers by text_input: hello, bad, late, cut; wait streams until its client has gone."""
+    """Answers by text_input: hello, bad, late, cut, likely; wait streams until its client left."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -77,6 +77,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield error("engine died")
         elif kind == "cut":
             yield response("so far ")
+        elif kind == "likely":
+            yield response("a", logprobs=f"[{{{LIKELY_A}, {LIKELY_B}}}]")
+            yield response("b", "length", logprobs=f"[{{{LIKELY_B}}}, {{{LIKELY_A}}}]")
         elif kind == "wait":
             yield response("first ")
             self.live.release()
@@ -187,6 +190,34 @@ def test_timing_is_asked_for_as_a_parameter_of_both_clients_and_is_the_servers(
     next(stream)
     assert stream.completion().timing is None
     stream.cancel()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "form", "text"),
+    [
+        ("[1]", None, "[1]"),
+        ([5, 7], "token_ids", "[5,7]"),
+        ([{"role": "user", "content": "é"}], "messages", '[{"role":"user","content":"é"}]'),
+    ],
+)
+def test_a_prompt_travels_as_text_with_its_format(
+    client: Client, triton: FakeTriton, prompt: Any, form: str | None, text: str
+) -> None:
+    client.generate(prompt, max_tokens=None)
+    (request,) = triton.requests
+    assert request.parameters["prompt_format"].string_param == (form or "")
+    inputs = tensors(request)
+    assert inputs["text_input"] == [text.encode()]
+    assert json.loads(inputs["sampling_parameters"][0]) == {"max_tokens": None}
+
+
+def test_logprobs_are_asked_for_and_read_token_by_token(client: Client, triton: FakeTriton) -> None:
+    deltas = list(client.stream("likely", sampling={"logprobs": 1}))
+    assert tensors(triton.requests[0])["return_logprobs"] == [True]
+    first, second = TokenLogprob(9, "a", -0.5, 2), TokenLogprob(3, "b", -0.1, 1)
+    assert [delta.logprobs for delta in deltas] == [((first, second),), ((second,), (first,))]
+    answer = client.generate("likely", sampling={"logprobs": 1})
+    assert answer.logprobs == ((first, second), (second,), (first,))
 
 
 def test_each_request_gets_its_own_id(client: Client, triton: FakeTriton) -> None:
