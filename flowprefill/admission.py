@@ -11,7 +11,10 @@ import heapq
 from dataclasses import dataclass
 
 from flowprefill.errors import QueueFullError
+from flowprefill.retry_after import with_retry_after
 
+QUEUE_FULL = "the queue is full"
+"""What the message begins with when a bound on waiting requests is reached."""
 _MIN_SWEEP = 64
 """Heap entries of requests that have left are swept when they are half of it, but not below."""
 
@@ -103,7 +106,8 @@ class Admission:
             bound = f"max_waiting_tokens={self._max_tokens}, this prompt has {num_tokens}"
         else:
             return
-        raise QueueFullError(
-            f"the queue is full ({bound}): {len(self._waiting)} requests with {self._num_tokens} "
-            f"prompt tokens wait, about {abs(self._prefill_s):.1f} s of prefill; try again later"
+        message = (
+            f"{QUEUE_FULL} ({bound}): {len(self._waiting)} requests with {self._num_tokens} "
+            f"prompt tokens wait, about {abs(self._prefill_s):.1f} s of prefill"
         )
+        raise QueueFullError(with_retry_after(message, self._prefill_s))

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from flowprefill.admission import QUEUE_FULL
 from flowprefill.errors import QueueFullError
 
 Job = Callable[[], None]
@@ -40,9 +41,9 @@ class Worker:
         with self._lock:
             if self._num_jobs >= self._max_jobs or self._num_bytes + num_bytes > self._max_bytes:
                 raise QueueFullError(
-                    f"{self._name}: {self._num_jobs} requests of {self._num_bytes} bytes wait; "
-                    f"one more of {num_bytes} bytes is over the limit of {self._max_jobs} requests "
-                    f"of {self._max_bytes} bytes"
+                    f"{QUEUE_FULL} ({self._name}): {self._num_jobs} requests of {self._num_bytes} "
+                    f"bytes wait; one more of {num_bytes} bytes is over the limit of "
+                    f"{self._max_jobs} requests of {self._max_bytes} bytes"
                 )
             self._num_jobs += 1
             self._num_bytes += num_bytes

@@ -39,10 +39,12 @@ def test_a_full_worker_refuses_with_the_numbers_and_takes_more_when_it_has_room(
     worker, ran = Worker("parser", fail, max_jobs=2, max_bytes=100), list[str]()
     gate, has_room = hold(worker), threading.Event()
     worker.post(lambda: ran.append("first"), num_bytes=60)
-    with pytest.raises(QueueFullError, match=r"^parser: 1 .* 60 bytes .* 41 bytes .* 100 bytes$"):
+    with pytest.raises(
+        QueueFullError, match=r" \(parser\): 1 .* 60 bytes .* 41 bytes .* 100 bytes$"
+    ):
         worker.post(lambda: ran.append("too big"), num_bytes=41)
     worker.post(has_room.set, num_bytes=40)
-    with pytest.raises(QueueFullError, match=r"^parser: 2 requests of 100 bytes .* 2 requests"):
+    with pytest.raises(QueueFullError, match=r" \(parser\): 2 requests of 100 bytes .* 2 requests"):
         worker.post(lambda: ran.append("one too many"))
     gate.set()
     assert has_room.wait(WAIT_S)

@@ -20,7 +20,7 @@ def test_what_is_over_the_bound_on_requests_is_refused_with_the_numbers():
         admit(admission, 3)
     assert str(refusal.value) == (
         "the queue is full (max_waiting_requests=2): 2 requests with 320 prompt tokens wait, about "
-        "3.2 s of prefill; try again later"
+        "3.2 s of prefill; try again in 3.2 s"
     )
     assert (admission.num_waiting, admission.num_waiting_tokens) == (2, 320)
 
