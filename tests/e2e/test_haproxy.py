@@ -1,0 +1,141 @@
+"""Three servers behind HAProxy: calls are spread, a server may stop or die, the rest goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from flowprefill_client import Client, Completion, ServerError
+from tests.e2e.cluster import NUM_SERVERS, Cluster
+from tests.e2e.conftest import MODEL, wait_for
+from tests.e2e.system_tools import system_tool
+
+NUM_TOKENS = 24
+NUMBERS = range(1, NUM_SERVERS + 1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    haproxy = system_tool("haproxy", "haproxy")
+    with Cluster(haproxy, tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[Client]:
+    """One channel to HAProxy, shared by all calls."""
+    with Client(f"127.0.0.1:{cluster.grpc_port}", MODEL) as connected:
+        yield connected
+
+
+def ask(client: Client, number: int) -> Completion | ServerError:
+    """An answer or the error that came instead; a hang becomes an error that says so."""
+    sampling = {"ignore_eos": True, "temperature": 0}
+    try:
+        return client.generate(
+            f"Once upon a time, {number}", max_tokens=NUM_TOKENS, sampling=sampling, timeout_s=60
+        )
+    except ServerError as error:
+        return error
+
+
+def ask_together(pool: ThreadPoolExecutor, client: Client, count: int) -> list[Future]:
+    return [pool.submit(ask, client, number) for number in range(count)]
+
+
+def num_running(cluster: Cluster) -> int:
+    return sum(map(cluster.num_running, cluster.alive()))
+
+
+def errors(outcomes: list[Completion | ServerError]) -> list[ServerError]:
+    return [outcome for outcome in outcomes if isinstance(outcome, ServerError)]
+
+
+def test_the_calls_of_one_client_reach_every_server(cluster: Cluster, client: Client) -> None:
+    before = [cluster.stats(number)["num_finished"] for number in NUMBERS]
+    with ThreadPoolExecutor(9) as pool:
+        outcomes = [future.result() for future in ask_together(pool, client, 9)]
+    assert not errors(outcomes)
+    after = [cluster.stats(number)["num_finished"] for number in NUMBERS]
+    # Fewest calls first: nine that are there together are three for each.
+    assert [now - then for now, then in zip(after, before, strict=True)] == [3, 3, 3]
+
+
+def test_http_goes_through_too(cluster: Cluster) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.http_port, timeout=30)
+    body = {"text_input": "Hello", "max_tokens": 3, "temperature": 0}
+    connection.request("POST", f"/v2/models/{MODEL}/generate", json.dumps(body))
+    assert json.loads(connection.getresponse().read())["text_output"]
+    connection.close()
+
+
+def test_a_cancelled_call_is_cancelled_at_its_server(cluster: Cluster, client: Client) -> None:
+    cancelled = sum(cluster.stats(number)["num_cancelled"] for number in NUMBERS)
+    stream = client.stream("Once upon a time", max_tokens=900, sampling={"ignore_eos": True})
+    next(stream)
+    stream.cancel()
+    wait_for(
+        lambda: sum(cluster.stats(number)["num_cancelled"] for number in NUMBERS) == cancelled + 1,
+        what="the cancellation at a server",
+    )
+
+
+def test_a_drained_server_stops_without_one_failed_call(cluster: Cluster, client: Client) -> None:
+    """What a rolling update does with each server: no new calls, the running ones end, stop."""
+    with ThreadPoolExecutor(6) as pool:
+        goes_on = threading.Event()
+        goes_on.set()
+
+        def keep_asking(number: int) -> list[Completion | ServerError]:
+            outcomes = []
+            while goes_on.is_set():
+                outcomes.append(ask(client, number))
+            return outcomes
+
+        load = [pool.submit(keep_asking, number) for number in range(6)]
+        wait_for(lambda: cluster.num_running(3), what="a request at server 3")
+        cluster.admin("set server grpc_servers/server-3 state drain")
+        is_clean = cluster.servers[2].stop()
+        cluster.wait_state(3, "DOWN")
+        goes_on.clear()
+        outcomes = [outcome for future in load for outcome in future.result()]
+    assert is_clean
+    assert errors(outcomes) == []
+    assert len(outcomes) >= 6
+
+
+def test_a_server_killed_under_load_takes_only_its_own_calls_with_it(
+    cluster: Cluster, client: Client
+) -> None:
+    with ThreadPoolExecutor(36) as pool:
+        futures = ask_together(pool, client, 24)
+        wait_for(lambda: num_running(cluster) == 24, what="24 requests at the servers")
+        lost = cluster.num_running(2)
+        cluster.kill(2)
+        # While HAProxy may not yet have noticed: a refused connection leads to another server.
+        later = [future.result() for future in ask_together(pool, client, 12)]
+        outcomes = [future.result() for future in futures]
+    assert 0 < len(errors(outcomes)) <= lost
+    # UNKNOWN: HAProxy ended a stream in the middle of its answer, without the closing status.
+    assert {error.status for error in errors(outcomes)} <= {"UNAVAILABLE", "UNKNOWN"}
+    assert errors(later) == []
+    answers = [outcome for outcome in outcomes + later if isinstance(outcome, Completion)]
+    assert {answer.num_output_tokens for answer in answers} == {NUM_TOKENS}
+    cluster.wait_state(2, "DOWN")
+
+
+def test_with_no_server_left_a_call_fails_at_once(cluster: Cluster, client: Client) -> None:
+    for number in cluster.alive():
+        cluster.kill(number)
+        cluster.wait_state(number, "DOWN")
+    failure = ask(client, 1)
+    assert isinstance(failure, ServerError) and failure.status == "UNAVAILABLE"
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.stats_port, timeout=5)
+    connection.request("GET", "/ready")
+    assert connection.getresponse().status == 503
+    connection.close()
