@@ -1,9 +1,16 @@
-"""KVMemory: who holds which KV blocks, and who loses them. Pure; knows no policy and no time.
+"""KVMemory: who holds which KV blocks, and who loses them. Pure; knows no policy.
 
 A prefill takes the blocks of its tokens at its start, less those found by its prefix; a decoding
-sequence grows. Blocks come from the free ones, then from the cached ones, then from the least
-urgent holder below the one that asks, parked or decoding. Urgency is a strict order that never
-changes, and any one request fits alone: so the most urgent holder can always go on to its end.
+sequence grows. Blocks come from the free ones, then from the cached ones, then from the holder with
+the last claim behind that of the one that asks, parked or decoding.
+
+Claims are in the order of urgency. Under a policy that gives late requests up these claim blocks
+behind all others until they have their first token, for parked and hopeless they would keep blocks
+from newcomers that can be on time. The one late longest keeps its place: its share of the device
+would be spent on the same rows again and again. So a request changes its place at most when it
+becomes late, when it is the one late longest, and at its first token; between these the order is
+strict, and any one request fits alone: the holder with the first claim can always go on to its end,
+and no two take blocks from each other in turn.
 
 Whoever lost its blocks starts again when the pool has room for its whole need, prompt + max_tokens,
 without taking from others: it is not evicted again and again for blocks that it frees itself.
@@ -11,10 +18,14 @@ without taking from others: it is not evicted again and again for blocks that it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.scheduler.tracked import Tracked, Urgency
+
+Claim = tuple[bool, Urgency]
+"""Whether it stands behind all others; urgency."""
 
 LOOKAHEAD_TOKENS = 64
 """Decoding sequences take room for so many tokens ahead while there is plenty."""
@@ -26,7 +37,21 @@ class KVMemory:
     def __init__(self, pool: BlockPool, *, prefix_caching: bool) -> None:
         self._pool = pool
         self._prefix_caching = prefix_caching
+        self._late_before_s = -math.inf
+        self._late_longest: Tracked | None = None
         self.num_evictions = 0
+
+    def put_late_last(self, now_s: float, late_longest: Tracked | None) -> None:
+        """From now on requests past their deadlines claim blocks behind all others.
+
+        late_longest: the exception, if any is late
+        """
+        self._late_before_s, self._late_longest = now_s, late_longest
+
+    def claim(self, request: Tracked) -> Claim:
+        """Its place in the strict total order of who keeps blocks, smallest first."""
+        is_late = request.deadline_s < self._late_before_s
+        return is_late and request is not self._late_longest, request.urgency
 
     def blocks_for(self, request: Tracked) -> int:
         """Blocks of its whole need."""
@@ -62,7 +87,7 @@ class KVMemory:
         if missing > 0:
             if request.num_evictions:
                 return None
-            found = self._victims(request.urgency, missing, holders, kept=set(cached))
+            found = self._victims(self.claim(request), missing, holders, kept=set(cached))
             if found is None:
                 return None
             victims = found
@@ -89,7 +114,7 @@ class KVMemory:
             if not sequence.block_ids:  # evicted for a more urgent one
                 continue
             while (new := self._pool.allocate(1)) is None:
-                victims = self._victims(sequence.urgency, 1, holders(), set()) or [sequence]
+                victims = self._victims(self.claim(sequence), 1, holders(), set()) or [sequence]
                 for victim in victims:
                     self._evict(victim)
                 evicted += victims
@@ -133,18 +158,19 @@ class KVMemory:
 
     def _victims(
         self,
-        urgency: Urgency,
+        claim: Claim,
         missing: int,
         holders: Iterable[Sequence[Tracked]],
         kept: set[int],
     ) -> list[Tracked] | None:
-        """The least urgent holders below `urgency` whose blocks make up for `missing`, or None.
+        """The holders with the last claims behind `claim` whose blocks make up for `missing`, or
+        None.
 
         A block that another one shares is not freed with its holder, nor one of `kept`, which the
         asking request will share.
         """
-        below = [(min(r.urgency for r in group), group) for group in holders]
-        below = sorted((x for x in below if x[0] > urgency), key=lambda x: x[0])
+        below = [(min(map(self.claim, group)), group) for group in holders]
+        below = sorted((x for x in below if x[0] > claim), key=lambda x: x[0])
         victims: list[Tracked] = []
         lost: dict[int, int] = {}
         while missing > 0:

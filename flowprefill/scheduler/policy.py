@@ -96,6 +96,11 @@ class Policy:
     can_starve: bool
     """Newcomers can pass a request again and again, even those of its own rank."""
 
+    @property
+    def gives_up_late(self) -> bool:
+        """Late requests run only while nobody else can be on time."""
+        return self.kept is not _all
+
     def choose(
         self,
         candidates: Sequence[C],

@@ -57,14 +57,15 @@ class Roster:
         return next(iter(self.members(self.current_task)), None)
 
     def overdue(self) -> Tracked | None:
-        """The most urgent waiting request that was skipped over often enough."""
+        """The waiting request with the first claim, of those skipped over often enough."""
         overdue = (self.waiting[i] for i, num in self._num_skips.items() if num >= MAX_SKIPS)
-        return min(overdue, key=urgency, default=None)
+        return min(overdue, key=self.memory.claim, default=None)
 
     def may_start(self, request: Tracked) -> bool:
         """Whether it need not leave the free blocks to one that is overdue."""
         overdue = self.overdue()
-        return overdue is None or request.urgency <= overdue.urgency
+        claim = self.memory.claim
+        return overdue is None or claim(request) <= claim(overdue)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every live request is in one place and holds its blocks."""

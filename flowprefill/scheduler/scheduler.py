@@ -13,7 +13,7 @@ The rules, each with a scenario in tests/unit/scheduler:
   switch. So there are never more preemptions than such events.
 - Short waiting prompts are packed with a short one that starts (batching.py).
 - KV blocks: see memory.py. One that ranks first but finds too few blocks is skipped over by those
-  that fit; after MAX_SKIPS such starts nothing less urgent starts until it has its blocks.
+  that fit; after MAX_SKIPS such starts nothing with a later claim starts until it has its blocks.
 - max_num_seqs is the width of a decode step, not a bound on who starts: an urgent newcomer must not
   wait for somebody's last token. Where more decode, each step takes those that are due first.
 - Decode steps wait while a prefill can use the device, up to their release (decode.py).
@@ -128,9 +128,14 @@ class Scheduler:
         for event in events:
             self._apply(event, now_s)
         rejected = self._reject_infeasible(now_s)
+        first = first_due(self._roster.candidates)
+        late = first if first and first.deadline_s < now_s else None  # the one late longest
+        self._guard.pass_time(now_s, late)
+        if self._policy.gives_up_late:
+            self._roster.memory.put_late_last(now_s, late)
         step = self._plan_step()
         stretch = step.stretch if step else 1.0
-        prefill = self._choose_prefill(now_s, stretch)
+        prefill = self._choose_prefill(late, now_s, stretch)
         self._guard.runs(prefill)
         if prefill is None:
             self._roster.pause()
@@ -316,11 +321,8 @@ class Scheduler:
 
     # ---- prefill ------------------------------------------------------------------------------
 
-    def _choose_prefill(self, now_s: float, stretch: float) -> Tracked | None:
-        """The prefill that goes first and holds its blocks."""
-        first = first_due(self._roster.candidates)
-        late = first if first and first.deadline_s < now_s else None
-        self._guard.pass_time(now_s, late)
+    def _choose_prefill(self, late: Tracked | None, now_s: float, stretch: float) -> Tracked | None:
+        """The prefill that goes first and holds its blocks. late: the one late longest."""
         current = self._roster.current()
         if current is not None and not self._may_switch:
             return current

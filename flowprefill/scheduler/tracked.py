@@ -27,7 +27,7 @@ class Tracked:
     tenant: str
     urgency: Urgency
     """The strict total order over requests, smallest first: rank, deadline, arrival, id. Set at the
-    arrival; it never changes, so no two requests can take blocks from each other in turn."""
+    arrival; it never changes."""
     num_input_tokens: int
     """Tokens that its prefill computes or finds cached: the prompt, and after an eviction what was
     generated as well."""

@@ -292,3 +292,40 @@ def test_whatever_streams_past_it_the_one_that_is_late_longest_gets_its_share(
     # Up to 2 x PERIOD_S before each stretch; only the time in which others run makes it owed.
     owed_s = share * (duration_s - 2 * PERIOD_S) / (1 + share)
     assert device.token_times[0] or device.prefill_s(0, from_s=late_s) >= 0.9 * owed_s
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=policies,
+    share=st.sampled_from([0.0, 0.05, 0.2]),
+    newcomers=st.lists(
+        st.tuples(
+            st.floats(0, 0.2),
+            st.integers(1, 300),
+            st.sampled_from([0.1, 0.3, 2.0]),
+            st.sampled_from([1, 1, 30]),
+        ),
+        min_size=1,
+        max_size=60,
+    ),
+)
+def test_the_one_late_longest_loses_no_blocks_and_those_who_do_all_end(
+    policy: str, share: float, newcomers: list[tuple[float, int, float, int]]
+) -> None:
+    device = Device(make_scheduler(policy, num_blocks=NUM_BLOCKS, starvation_share=share))
+    device.submit(make_arrival(0, num_prompt_tokens=400, max_tokens=1, ttft_slo_s=0.1))
+    arrival_s = 0.02
+    for req_id, (gap_s, num_prompt_tokens, ttft_slo_s, max_tokens) in enumerate(newcomers, 1):
+        arrival_s += gap_s
+        device.submit(
+            make_arrival(
+                req_id,
+                arrival_s,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+                ttft_slo_s=ttft_slo_s,
+            )
+        )
+    device.run()
+    assert all(0 not in decision.evicted for _, decision in device.decisions)
+    assert set(device.ended.values()) == {"finished"}

@@ -156,10 +156,28 @@ class Device(Simulator):
     # ---- checks -------------------------------------------------------------------------------
 
     def _check_evicted(self, evicted: Sequence[int]) -> None:
-        """The most urgent holder keeps its blocks."""
+        """The holder with the first claim keeps its blocks."""
         if evicted:
+            late = [r for r in self.records if self._is_late(r)]
+            longest = min(late, key=self._late_since, default=None)
+            gives_up = self.scheduler._policy.gives_up_late
+
+            def claim(req_id: int) -> tuple[bool, tuple[int, float, float, int]]:
+                gives_way = gives_up and req_id in late and req_id != longest
+                return gives_way, self._urgency(req_id)
+
             holders = [r for r in self.records if self._holds_blocks(r)]
-            assert min(map(self._urgency, holders)) < min(map(self._urgency, evicted))
+            assert min(map(claim, holders)) < min(map(claim, evicted))
+
+    def _is_late(self, req_id: int) -> bool:
+        """It should have had its first token by now."""
+        record = self.records[req_id]
+        is_live = self.scheduler.status(req_id) is not RequestStatus.FINISHED
+        return is_live and not record.num_tokens and self._late_since(req_id)[0] < self.now_s
+
+    def _late_since(self, req_id: int) -> tuple[float, int, float, int]:
+        rank, deadline_s, arrival_s, _ = self._urgency(req_id)
+        return deadline_s, rank, arrival_s, req_id
 
     def _holds_blocks(self, req_id: int) -> bool:
         return self.scheduler.status(req_id) not in (RequestStatus.WAITING, RequestStatus.FINISHED)

@@ -332,6 +332,89 @@ def test_a_decode_step_left_midway_is_run_again_without_the_evicted() -> None:
     assert device.is_on_time(2)
 
 
+# ---- late ones ----------------------------------------------------------------------------------
+
+GIVING_UP = [name for name, policy in sorted(POLICIES.items()) if policy.gives_up_late]
+
+
+def park_two_late(scheduler: Scheduler, num_prompt_tokens: int = 100) -> PrefillParked:
+    """Prefills of two requests that are late by 0.2: 1, and 0, which is late longest, ran last."""
+    needed_s = num_prompt_tokens / 1000
+    first, urgent = (
+        make_arrival(
+            req_id, at_s, num_prompt_tokens=num_prompt_tokens, max_tokens=1, ttft_slo_s=slo_s
+        )
+        for req_id, at_s, slo_s in ((1, 0.0, needed_s + 0.02), (0, 0.01, needed_s + 0.005))
+    )
+    task = prefill_of(scheduler.decide(0.0, [first]))
+    assert task.req_ids == (1,)
+    decision = scheduler.decide(0.01, [PrefillParked(task.task_id, needed_s + 0.003), urgent])
+    assert prefill_of(decision).req_ids == (0,)
+    return PrefillParked(prefill_of(decision).task_id, needed_s / 2)
+
+
+@pytest.mark.parametrize("policy", GIVING_UP)
+def test_a_newcomer_that_can_be_on_time_takes_blocks_from_a_late_prefill(policy: str) -> None:
+    scheduler = make_scheduler(policy, num_blocks=16)
+    parked = park_two_late(scheduler)
+    newcomer = make_arrival(2, 0.2, num_prompt_tokens=60, max_tokens=1, ttft_slo_s=0.1)
+    decision = scheduler.decide(0.2, [parked, newcomer])
+    assert prefill_of(decision).req_ids == (2,) and decision.evicted == (1,)
+
+
+@pytest.mark.parametrize("policy", GIVING_UP)
+def test_the_one_late_longest_keeps_its_blocks(policy: str) -> None:
+    scheduler = make_scheduler(policy, num_blocks=16)
+    parked = park_two_late(scheduler)
+    # It needs 10 blocks: 2 are free, and each of the late ones holds 7.
+    newcomer = make_arrival(2, 0.2, num_prompt_tokens=150, max_tokens=1, ttft_slo_s=0.2)
+    decision = scheduler.decide(0.2, [parked, newcomer])
+    assert prefill_of(decision).task_id == parked.task_id and decision.evicted == ()
+
+
+def test_under_a_policy_that_gives_nobody_up_late_prefills_keep_their_blocks() -> None:
+    scheduler = make_scheduler("srpt", num_blocks=16)
+    parked = park_two_late(scheduler)
+    shorter = make_arrival(2, 0.2, num_prompt_tokens=40, max_tokens=1, ttft_slo_s=0.1)
+    decision = scheduler.decide(0.2, [parked, shorter])
+    assert prefill_of(decision).task_id == parked.task_id and decision.evicted == ()
+
+
+@pytest.mark.parametrize("policy", GIVING_UP)
+def test_a_stream_takes_its_next_block_from_a_late_prefill(policy: str) -> None:
+    scheduler = make_scheduler(policy, num_blocks=8)
+    start_decoding(scheduler, [9], num_prompt_tokens=30)
+    parked = park_two_late(scheduler, num_prompt_tokens=40)
+    decision = scheduler.decide(0.2, [parked, DecodeStepDone((9,), 0.2, num_steps=2)])
+    assert decision.evicted == (1,)
+
+
+@pytest.mark.parametrize("policy", GIVING_UP)
+def test_parked_prefills_that_are_late_cost_no_newcomer_its_objective(policy: str) -> None:
+    device = Device(make_scheduler(policy, num_blocks=40))
+    for req_id, num_prompt_tokens in enumerate((180, 160, 140, 120)):
+        # Each can be on time when it arrives, and takes the device and blocks: 39 of them.
+        device.submit(
+            make_arrival(
+                req_id,
+                0.01 * req_id,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=1,
+                ttft_slo_s=num_prompt_tokens / 1000 + 0.005,
+            )
+        )
+    newcomers = range(4, 14)
+    for req_id in newcomers:
+        arrival_s = 0.2 + 0.17 * (req_id - 4)
+        device.submit(
+            make_arrival(req_id, arrival_s, num_prompt_tokens=160, max_tokens=1, ttft_slo_s=0.2)
+        )
+    device.run()
+    assert device.prefill_order()[:4] == [0, 1, 2, 3]
+    assert all(map(device.is_on_time, newcomers))
+    assert set(device.ended.values()) == {"finished"}
+
+
 # ---- progress -----------------------------------------------------------------------------------
 
 
