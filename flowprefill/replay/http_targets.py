@@ -133,16 +133,20 @@ class GenerateStreamTarget:
 class OpenAITarget:
     """Any server of OpenAI's /v1/completions that streams."""
 
-    def __init__(self, url: str, model: str, send_slo: bool = False) -> None:
+    def __init__(
+        self, url: str, model: str, send_slo: bool = False, send_priority: bool = False
+    ) -> None:
         """url: of the server, or of its API as far as /v1 or /completions
 
         send_slo: with ttft_slo_ms and tbt_slo_ms
+        send_priority: with the deadline of the first token as vLLM's `priority`, lower goes first
         """
         url = _base_url(url)
         is_api = url.endswith(("/v1", "/completions"))
         self._base = url.removesuffix("/completions") if is_api else f"{url}/v1"
         self._model = model
         self._send_slo = send_slo
+        self._send_priority = send_priority
         self._source = _EventSource()
 
     async def check(self) -> None:
@@ -158,6 +162,7 @@ class OpenAITarget:
             "stream_options": {"include_usage": True},
             **SAMPLING,
             **(objectives_ms(planned) if self._send_slo else {}),
+            **({"priority": _deadline_ms(planned)} if self._send_priority else {}),
         }
         return json.dumps(body).encode()
 
@@ -178,3 +183,8 @@ class OpenAITarget:
 
     async def close(self) -> None:
         await self._source.close()
+
+
+def _deadline_ms(planned: PlannedRequest) -> int:
+    """When the first token is due, from the start of the replay."""
+    return round(1000 * (planned.due_s + planned.objective.ttft_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import socket
 from collections.abc import Callable
@@ -55,6 +56,20 @@ def token(text: str, reason: str | None = None) -> dict[str, Any]:
 
 def triton(finish_reason: str, **others: Any) -> dict[str, Any]:
     return {"text_output": "x", "finish_reason": finish_reason, "num_output_tokens": 1, **others}
+
+
+def test_openai_may_be_told_the_deadline_as_a_priority() -> None:
+    planned = dataclasses.replace(PLANNED, due_s=2.0)
+
+    async def body() -> dict[str, Any]:
+        target = OpenAITarget("127.0.0.1:1", "m", send_priority=True)
+        try:
+            message: dict[str, Any] = json.loads(target.prepare(planned, PROMPT))
+            return message
+        finally:
+            await target.close()
+
+    assert asyncio.run(body())["priority"] == 2250
 
 
 def test_openai_is_asked_for_exact_lengths_and_not_for_objectives() -> None:

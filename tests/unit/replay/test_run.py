@@ -66,9 +66,10 @@ def replay(
     plan: Sequence[PlannedRequest],
     timeout_s: float = 1e6,
     stop_after_s: float | None = None,
+    cut_idle: bool = False,
 ) -> list[ReplayRecord]:
     async def main() -> list[ReplayRecord]:
-        replayer = Replayer(server, timeout_s)
+        replayer = Replayer(server, timeout_s, cut_idle=cut_idle)
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, replayer.stop)
         return await replayer.run(plan, [planned.req_id for planned in plan])
@@ -106,6 +107,16 @@ def test_a_client_that_is_busy_sends_late_and_says_so() -> None:
     records = replay(Server(answer), plan_of(0.0, 0.01, 0.02, 1.0))
     lags = [record.send_lag_s for record in records]
     assert lags == pytest.approx([0.0, 0.03, 0.06, 0.0], abs=1e-3)
+
+
+def test_idle_time_is_cut_and_only_that() -> None:
+    server = Server(parts(0.5))
+    records = replay(server, plan_of(0.0, 100.0, 100.2, 101.0, 900.0), cut_idle=True)
+    assert [r.send_lag_s for r in records] == pytest.approx([0.0] * 5, abs=1e-6)
+    assert [r.ttft_s for r in records] == pytest.approx([0.5] * 5)
+    gaps = [b - a for a, b in itertools.pairwise(server.sent_s.values())]
+    # 50 ms after the server has nothing to do, but never before it is due
+    assert gaps == pytest.approx([0.55, 0.2, 0.55, 0.55], abs=1e-6)
 
 
 def test_tokens_are_stamped_as_they_come() -> None:
