@@ -7,6 +7,8 @@ the requests on time, the same with 90% of every class, and the tightest objecti
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,17 +16,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
+from flowprefill.bench.plotting import check_plots_folder
 from flowprefill.bench.progress import BenchProgress, bench_progress
-from flowprefill.bench.report import describe_run, print_json
+from flowprefill.bench.report import describe_machine, describe_run, print_json
 
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_outcomes import CellResult
     from flowprefill.bench.goodput_plan import GoodputPlan
     from flowprefill.bench.goodput_runs import Cell, GoodputRuns
-    from flowprefill.config import EngineConfig
 
 SCALE_LOAD = 0.7
-"""Load at which the tightest objectives are searched."""
+"""Load at which the tightest objectives are searched, and TTFTs compared."""
+EVALUATIONS = 3
+"""Replays that a search takes, about."""
+TIMELINE_CELL = "s-edf/tile"
+TIMELINE_REQUESTS = 100
+"""Some ten thousand records."""
 
 
 def run(
@@ -53,6 +60,20 @@ def run(
         Path | None,
         typer.Option(help="File of outcomes; what is in it already is not measured again."),
     ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for pictures. To compare TTFTs, fcfs/whole, s-edf/tile, s-edf at the "
+            f"common chunk and goodput/tile are measured at load {SCALE_LOAD:g} too."
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file for ui.perfetto.dev: what the device does when, slice by slice, with "
+            f"the first {TIMELINE_REQUESTS} requests on {TIMELINE_CELL}, or the first cell."
+        ),
+    ] = None,
     model_json: ModelJson = None,
     seed: Seed = 0,
     json_out: JsonOut = None,
@@ -60,11 +81,16 @@ def run(
     """Measure the highest load with 90% on time, for several policies and granularities."""
     from rich.console import Console
 
+    from flowprefill.bench import goodput_plots
+    from flowprefill.bench.goodput_outcomes import OutcomeStore
     from flowprefill.bench.goodput_plan import make_plan
     from flowprefill.bench.goodput_report import make_tables, summarise
+    from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
     from flowprefill.bench.simulate_plan import Plan
     from flowprefill.bench.this_cpu import this_cpu
 
+    if plots is not None:
+        check_plots_folder(plots)
     config = load_config(model_json, None)
     names = tuple(cells.split(",")) if cells else ()
     with bench_progress(None) as progress:
@@ -89,51 +115,62 @@ def run(
             "length_divisor": length_divisor,
             "output_tokens": output_tokens,
         }
-        results = measure(config, plan, slo_scales, seed, records, progress, key=f"{facts}")
+        check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
+        store = OutcomeStore(records, key=f"{config} {seed} {facts}")
+        with contextlib.closing(GoodputRuns(config, plan, seed, progress, store)) as runs:
+            results = measure(runs, plan, slo_scales, plots is not None, progress)
+            if timeline is not None:
+                goodput_plots.write_timeline(runs, plan, facts, timeline)
     result = summarise(plan, results, seed)
+    if plots is not None:
+        subject = f"{trace.stem}, prompts / {length_divisor:g}\n{describe_machine(config)}"
+        pictures = goodput_plots.draw(plan, results, subject, plots, trace.stem)
+        result["pictures"] = [picture.name for picture in pictures]
     for table in make_tables(plan, result):
         Console(width=150).print(table)
     print_json({**result, "run": {**describe_run(config, seed), **facts}}, json_out)
 
 
 def measure(
-    config: EngineConfig,
+    runs: GoodputRuns,
     plan: GoodputPlan,
     with_slo_scales: bool,
-    seed: int,
-    records: Path | None,
+    with_plots: bool,
     progress: BenchProgress,
-    key: str,
 ) -> dict[Cell, CellResult]:
-    """Measure each cell near where it is expected to fail.
-
-    key: of everything beside configuration and seed that outcomes in `records` depend on
-    """
+    """Measure each cell near where it is expected to fail; with_plots: some at SCALE_LOAD too."""
     from flowprefill.bench.goodput_outcomes import (
         CellResult,
-        OutcomeStore,
         attainment,
         search_loads,
         worst_class_attainment,
     )
-    from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
+    from flowprefill.bench.goodput_plots import shown_cells
 
-    check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
-    store = OutcomeStore(records, key=f"{config} {seed} {key}")
-    runs = GoodputRuns(config, plan, seed, progress, store)
-    try:
-        results = {}
-        for cell, guesses in plan.guesses.items():
-            results[cell] = result = CellResult()
-            measure_at = partial(runs.measure, cell)
-            search_loads(measure_at, guesses[0], attainment, result)
-            if cell in plan.every_class_cells:
-                search_loads(measure_at, guesses[1], worst_class_attainment, result)
-            if with_slo_scales and cell in plan.tightness_cells:
-                search_tightness(runs, cell, result)
-        return results
-    finally:
-        runs.close()
+    results: dict[Cell, CellResult] = {}
+    searches: list[Callable[[], None]] = []
+    for cell, guesses in plan.guesses.items():
+        results[cell] = result = CellResult()
+        measure_at = partial(runs.measure, cell)
+        searches.append(partial(search_loads, measure_at, guesses[0], attainment, result))
+        if cell in plan.every_class_cells:
+            searches.append(
+                partial(search_loads, measure_at, guesses[1], worst_class_attainment, result)
+            )
+        if with_slo_scales and cell in plan.tightness_cells:
+            searches.append(partial(search_tightness, runs, cell, result))
+        if with_plots and cell in shown_cells(plan):
+            searches.append(partial(measure_scale_load, runs, cell, result))
+    for index, search in enumerate(searches):
+        progress.expect(EVALUATIONS * (len(searches) - index))
+        search()
+    progress.expect(0)
+    return results
+
+
+def measure_scale_load(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
+    """Measure the load that all cells of a picture of TTFTs have in common."""
+    result.by_load[SCALE_LOAD] = runs.measure(cell, SCALE_LOAD)
 
 
 def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:

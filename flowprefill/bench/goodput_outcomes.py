@@ -84,6 +84,15 @@ def worst_class_attainment(outcomes: Sequence[Outcome]) -> float:
     )
 
 
+def ttft_by_class(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Seconds, of all blocks together."""
+    found: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, values in outcome.ttft_by_class.items():
+            found.setdefault(name, []).extend(values)
+    return found
+
+
 @dataclass
 class CellResult:
     """Everything measured of an engine or server: its outcomes, one of each block."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flowprefill.bench.crossing import crossing, search, snap
@@ -18,8 +18,10 @@ from flowprefill.bench.simulate_plan import Plan, Window, take_window
 from flowprefill.config import POLICIES
 from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
+from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.platform import Platform
-from flowprefill.simulator.replay import Replay, Setup, at_load, offered_load
+from flowprefill.simulator.replay import Replay, Setup, arrivals_of, at_load, offered_load
+from flowprefill.workload import Objective, TraceRequest
 
 T = TypeVar("T")
 
@@ -54,6 +56,19 @@ class GoodputPlan:
         requests = self.window.requests
         load = offered_load(requests, self.platform)
         return (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s) / load
+
+    def offered(
+        self, load: float, slo_scale: float = 1.0
+    ) -> tuple[list[TraceRequest], list[Objective]]:
+        """The requests at that load, and their objectives times slo_scale."""
+        requests = at_load(self.window.requests, load, self.platform)
+        return requests, [replace(o, ttft_s=o.ttft_s * slo_scale) for o in self.window.objectives]
+
+    def offline_bound(self, load: float, slo_scale: float = 1.0) -> int | None:
+        """How many of them any schedule can serve in time at most; None: nobody knows."""
+        requests, objectives = self.offered(load, slo_scale)
+        arrivals = arrivals_of(requests, objectives, self.platform.block_tokens)
+        return offline_bound_on(self.platform, arrivals)
 
     def blocks(self, items: Sequence[T]) -> list[Sequence[T]]:
         """What belongs to each request, by blocks of consecutive ones."""

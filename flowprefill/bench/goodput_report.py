@@ -13,14 +13,13 @@ from flowprefill.bench.goodput_outcomes import (
     Measure,
     Outcome,
     attainment,
+    ttft_by_class,
     worst_class_attainment,
 )
 from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
 from flowprefill.bench.goodput_runs import Cell
 from flowprefill.metrics import percentile
 from flowprefill.replay.records import MAX_SEND_LAG_S
-from flowprefill.simulator.least_work import offline_bound_on
-from flowprefill.simulator.replay import arrivals_of, at_load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -136,10 +135,7 @@ def load_points(result: CellResult) -> list[dict[str, Any]]:
 
 
 def _point(load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    ttfts: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, values in outcome.ttft_by_class.items():
-            ttfts.setdefault(name, []).extend(values)
+    ttfts = ttft_by_class(outcomes)
     everyone = [ttft for values in ttfts.values() for ttft in values]
     num_requests = sum(o.num_requests for o in outcomes)
     return {
@@ -197,10 +193,7 @@ def _bound_fraction(plan: GoodputPlan, result: CellResult) -> dict[str, float | 
 
 
 def _share_of_bound(plan: GoodputPlan, load: float, outcomes: Sequence[Outcome]) -> float | None:
-    platform, window = plan.platform, plan.window
-    requests = at_load(window.requests, load, platform)
-    arrivals = arrivals_of(requests, window.objectives, platform.block_tokens)
-    bound = offline_bound_on(platform, arrivals)
+    bound = plan.offline_bound(load)
     return round(sum(o.num_on_time for o in outcomes) / bound, 4) if bound else None
 
 

@@ -17,10 +17,12 @@ from flowprefill.bench.engine_replay import EngineReplayer
 from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
 from flowprefill.bench.progress import BenchProgress
 from flowprefill.bench.report import BenchmarkError
+from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine, scheduler_options
+from flowprefill.recorder import Recorder
 from flowprefill.replay.plan import plan_replay
-from flowprefill.simulator.replay import at_load
+from flowprefill.replay.records import ReplayRecord
 
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_plan import GoodputPlan
@@ -70,33 +72,49 @@ class GoodputRuns:
         point = Point(cell.name, load, slo_scale)
         found = self._store.outcomes.get(point)
         if found is None:
-            found = self._replay(cell, point)
+            found = self._outcomes(cell, point)
             self._store.add(point, found)
             self._progress.advance()
         return found
+
+    def record(self, cell: Cell, load: float, num_requests: int) -> Recorder:
+        """What the engine does with the first requests."""
+        engine, _ = self._running(cell)
+        self._progress.describe(f"timeline of {cell.name}")
+        recorder = Recorder(MonotonicClock())
+        engine.record(recorder)
+        self._replay(cell, load, 1.0, num_requests)
+        engine.record(None)
+        return recorder
 
     def close(self) -> None:
         if self._engine:
             self._engine[1].close()
             self._engine = None
 
-    def _replay(self, cell: Cell, point: Point) -> list[Outcome]:
+    def _outcomes(self, cell: Cell, point: Point) -> list[Outcome]:
+        engine, _ = self._running(cell)
         self._progress.describe(f"{cell.name} at load {point.load:.3g}")
-        engine, replayer = self._running(cell)
-        window = self._plan.window
-        requests = at_load(window.requests, point.load, self._plan.platform)
-        goals = [replace(o, ttft_s=o.ttft_s * point.slo_scale) for o in window.objectives]
         before = engine.stats()
-        records = replayer.run(engine, plan_replay(requests, goals), cut_idle=True)
+        records = self._replay(cell, point.load, point.slo_scale)
         after = engine.stats()
-        failed = next((r.error for r in records if r.error), None)
-        if failed:
-            raise BenchmarkError(f"{cell.name}: a request failed: {failed}")
         outcomes = [outcome_of(block) for block in self._plan.blocks(records)]
         outcomes[0].blocking_s = list(after.blocking_s[len(before.blocking_s) :])
         outcomes[0].num_preemptions = after.num_preemptions - before.num_preemptions
         outcomes[0].num_decisions = after.num_decisions - before.num_decisions
         return outcomes
+
+    def _replay(
+        self, cell: Cell, load: float, slo_scale: float, num_requests: int | None = None
+    ) -> list[ReplayRecord]:
+        """num_requests: the first ones; None = all. Raises BenchmarkError if one fails."""
+        engine, replayer = self._running(cell)
+        planned = plan_replay(*self._plan.offered(load, slo_scale))[:num_requests]
+        records = replayer.run(engine, planned, cut_idle=True)
+        failed = next((r.error for r in records if r.error), None)
+        if failed:
+            raise BenchmarkError(f"{cell.name}: a request failed: {failed}")
+        return records
 
     def _running(self, cell: Cell) -> tuple[Engine, EngineReplayer]:
         """The cell's engine; one at a time is loaded."""

@@ -23,6 +23,14 @@ def check_plot(path: Path | None) -> None:
         raise BenchmarkError(f"--plot {path}: must end in one of {', '.join(PLOT_SUFFIXES)}")
 
 
+def check_plots_folder(folder: Path) -> None:
+    """The same for several pictures."""
+    if find_spec("matplotlib") is None:
+        raise BenchmarkError("--plots needs matplotlib: pip install 'flowprefill[bench]'")
+    if folder.exists() and not folder.is_dir():
+        raise BenchmarkError(f"--plots {folder}: is no folder")
+
+
 @contextlib.contextmanager
 def figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     """Axes to draw on, of a figure of `size` inches; written to `path` behind the block."""

@@ -39,6 +39,12 @@ def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:
     }
 
 
+def describe_machine(config: EngineConfig) -> str:
+    """Model and machine, for the title of a picture of what was measured."""
+    model = Path(config.model).name.removeprefix("package:")
+    return f"{model} on {cpu_model()}, {len(os.sched_getaffinity(0))} cores, measured"
+
+
 def print_json(result: dict[str, Any], json_out: Path | None) -> None:
     """Print `result` as one line on standard output; write it to `json_out` too if given."""
     line = json.dumps(result)

@@ -198,10 +198,10 @@ def _check_modes(
     table: bool, validate: bool, plots: Path | None, timeline: Path | None, cluster: ClusterPlan
 ) -> None:
     """Refuse modes that exclude each other."""
-    from flowprefill.bench.simulate_plots import check_plots
+    from flowprefill.bench.plotting import check_plots_folder
 
     if plots is not None:
-        check_plots(plots)
+        check_plots_folder(plots)
         if table or validate or cluster.num_replicas > 1:
             raise ConfigError("--plots has runs of its own: no --table, --validate, --replicas")
     if timeline is not None and (table or validate or plots or cluster.num_replicas > 1):

@@ -11,13 +11,11 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any, TypeVar
 
 from flowprefill.bench.progress import bench_progress
-from flowprefill.bench.report import BenchmarkError
 from flowprefill.bench.simulate_plan import Cell, Plan, take_window
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.least_work import offline_bound_on
@@ -61,14 +59,6 @@ class WindowFacts:
     bound_by_load: tuple[float, ...] | None
     """The share that can be on time at most; None where the platform does not know."""
     bound_by_scale: tuple[float, ...] | None
-
-
-def check_plots(folder: Path) -> None:
-    """Before the first minute, not after the last. Raises BenchmarkError."""
-    if find_spec("matplotlib") is None:
-        raise BenchmarkError("--plots needs matplotlib: pip install 'flowprefill[bench]'")
-    if folder.exists() and not folder.is_dir():
-        raise BenchmarkError(f"--plots {folder}: is no folder")
 
 
 def run(plan: Plan, is_chosen: bool, folder: Path) -> dict[str, Any]:

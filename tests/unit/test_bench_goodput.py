@@ -23,7 +23,9 @@ from flowprefill.bench.crossing import (
     next_load,
     snap,
 )
+from flowprefill.bench.goodput import SCALE_LOAD
 from flowprefill.bench.goodput_outcomes import (
+    CellResult,
     Outcome,
     OutcomeStore,
     Point,
@@ -31,6 +33,7 @@ from flowprefill.bench.goodput_outcomes import (
     worst_class_attainment,
 )
 from flowprefill.bench.goodput_plan import GoodputPlan
+from flowprefill.bench.goodput_plots import figures, shown_cells
 from flowprefill.bench.goodput_runs import Cell, check_same_knobs, with_cell
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
 from flowprefill.bench.report import BenchmarkError
@@ -38,8 +41,10 @@ from flowprefill.bench.simulate_plan import Window as SimWindow
 from flowprefill.cli import app
 from flowprefill.config import EngineConfig
 from flowprefill.simulator.platform import PAPER_PLATFORM
-from flowprefill.workload import TraceRequest
+from flowprefill.workload import TraceRequest, objective
 from tests.factories import write_tiny_model
+from tests.unit.plots.test_chrome_trace import check_device_does_one_thing, check_valid
+from tests.unit.plots.test_figures import check_nothing_overlaps
 
 TARGET = 0.9
 
@@ -203,26 +208,90 @@ def tiny(tmp_path: Path) -> tuple[Path, Path]:
     return model_json, trace
 
 
+def test_pictures_show_what_was_measured_each_cell_at_its_own_loads() -> None:
+    requests = [TraceRequest(float(i), "text", 1000 + i, 1) for i in range(12)]
+    window = SimWindow(requests, [objective(request) for request in requests])
+    fcfs, s_edf = Cell("fcfs", "whole"), Cell("s-edf", "tile")
+    guesses = {fcfs: (1.0, 1.0), s_edf: (1.0, 1.0)}
+    plan = GoodputPlan(PAPER_PLATFORM, window, 2, guesses, frozenset(), frozenset(), 1.0)
+
+    def blocks(*counts: int) -> list[Outcome]:
+        return [
+            Outcome({"text": 6}, {"text": n}, {"text": [0.1] * n + [9.0] * (6 - n)}) for n in counts
+        ]
+
+    results = {
+        fcfs: CellResult({SCALE_LOAD: blocks(3, 5), 0.35: blocks(6, 6)}),
+        s_edf: CellResult(
+            {1.1: blocks(5, 5), SCALE_LOAD: blocks(6, 6)}, {2.0: blocks(3, 3), 1.0: blocks(6, 6)}
+        ),
+    }
+    found = figures(plan, results, "a trace")
+    assert list(found) == ["rate", "slo_scale", "ttft"]
+    lines = {line.get_label(): line for line in found["rate"].axes[0].get_lines()}
+    assert list(lines) == ["fcfs/whole", "s-edf/tile", "offline bound", "target 90%"]
+    assert list(lines["fcfs/whole"].get_xdata()) == [0.35, SCALE_LOAD]
+    assert list(lines["fcfs/whole"].get_ydata()) == pytest.approx([1.0, 8 / 12])
+    assert list(lines["s-edf/tile"].get_xdata()) == [SCALE_LOAD, 1.1]
+    assert list(lines["offline bound"].get_xdata()) == [0.35, SCALE_LOAD, 1.1]
+    expected = [(plan.offline_bound(load) or 0) / 12 for load in (0.35, SCALE_LOAD, 1.1)]
+    assert list(lines["offline bound"].get_ydata()) == pytest.approx(expected)
+    lines = {line.get_label(): line for line in found["slo_scale"].axes[0].get_lines()}
+    assert list(lines["s-edf/tile"].get_xdata()) == [0.5, 1.0]
+    assert list(lines["s-edf/tile"].get_ydata()) == pytest.approx([0.5, 1.0])
+    assert "load 0.7" in found["ttft"].get_suptitle()
+    lines = {line.get_label(): line for line in found["ttft"].axes[0].get_lines()}
+    assert max(lines["fcfs/whole"].get_xdata()) == 9.0
+    assert max(lines["s-edf/tile"].get_xdata()) == 0.1
+    for figure in found.values():
+        check_nothing_overlaps(figure)
+
+
+def test_ttfts_are_compared_at_the_usual_cells_or_at_all() -> None:
+    def shown(*names: str) -> list[str]:
+        guesses = {Cell.parse(name): (1.0, 1.0) for name in names}
+        window = SimWindow([], [])
+        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), frozenset(), 1 / 8)
+        return [cell.name for cell in shown_cells(plan)]
+
+    assert shown("fcfs/whole", "srpt/tile", "s-edf/chunk:256", "s-edf/chunk:128") == [
+        "fcfs/whole",
+        "s-edf/chunk:256",
+    ]
+    assert shown("srpt/tile", "srpt/chunk:64") == ["srpt/tile", "srpt/chunk:64"]
+
+
 def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
     tiny: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model_json, trace = tiny
-    records = tmp_path / "records.jsonl"
+    records, pictures = tmp_path / "records.jsonl", tmp_path / "new" / "pictures"
+    timeline = tmp_path / "new" / "timeline.json"
     arguments = [
         *("bench", "goodput", "--trace", str(trace), "--model-json", str(model_json)),
         *("--cells", "fcfs/whole,s-edf/chunk:32", "--requests", "60", "--blocks", "4"),
         *("--no-slo-scales", "--records", str(records)),
+        *("--plots", str(pictures), "--timeline", str(timeline)),
     ]
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert run.exit_code == 0
     result = json.loads(run.stdout.splitlines()[-1])
     for name, points in result["cells"].items():
         assert len(points) >= 2, name
+        assert (SCALE_LOAD in [p["load"] for p in points]) is (name == "fcfs/whole")
         assert all(set(p["attainment_by_class"]) == {"search", "text"} for p in points)
         highest, low, high = result["max_load_90"][name]
         assert low <= highest <= high or math.isclose(low, high)
     assert set(result["max_rate_90_every_class"]) == {"fcfs/whole"}
     assert all(share <= 1.0 for share in result["offline_bound_fraction"].values())
+    assert result["pictures"] == ["trace_engine_rate.png", "trace_engine_ttft.png"]
+    assert sorted(path.name for path in pictures.iterdir()) == result["pictures"]
+    assert "timeline of fcfs/whole" in run.stderr
+    trace_events = json.loads(timeline.read_text())
+    tracks = check_valid(trace_events)
+    check_device_does_one_thing(tracks)
+    assert len(tracks) == 61
+    assert trace_events["otherData"]["policy"] == "fcfs"
     num_lines = len(records.read_text().splitlines())
     assert num_lines == 1 + sum(map(len, result["cells"].values()))
     again = CliRunner().invoke(app, arguments, catch_exceptions=False)
