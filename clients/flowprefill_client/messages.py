@@ -26,6 +26,8 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # gRPC's own limit is two minutes without a try, long after a server has come back.
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 CONTROL_TIMEOUT_S = 10.0
 """Control requests never wait for the device, so a longer silence is a fault."""
