@@ -25,6 +25,7 @@ from flowprefill.bench import (
     profile,
     replay,
     scheduler,
+    server_goodput,
     simulate,
 )
 from flowprefill.bench.peers import export_hf
@@ -56,6 +57,7 @@ bench_app.command("scheduler")(scheduler.run)
 bench_app.command("decode-mix")(decode_mix.run)
 bench_app.command("prefix")(prefix.run)
 bench_app.command("goodput")(goodput.run)
+bench_app.command("servers")(server_goodput.run)
 bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)

@@ -43,6 +43,10 @@ class Outcome:
     gaps_s: list[float] = field(default_factory=list)
     """Between two tokens."""
     send_lags_s: list[float] = field(default_factory=list)
+    server_ttft_s: list[float] = field(default_factory=list)
+    """By the clock of a server that tells it."""
+    outside_server_s: list[float] = field(default_factory=list)
+    """By how much the client's TTFT was longer than that."""
     blocking_s: list[float] = field(default_factory=list)
     """This and the counts below: of the whole replay, with its first block."""
     num_preemptions: int = 0
@@ -60,12 +64,15 @@ class Outcome:
 def outcome_of(records: Sequence[ReplayRecord]) -> Outcome:
     """What records say; nothing of what only the engine knows."""
     classes = by_class(records)
+    told = [(r.server_ttft_s, r.ttft_s) for r in records if r.server_ttft_s is not None]
     return Outcome(
         {name: len(members) for name, members in classes.items()},
         {name: sum(r.is_on_time for r in members) for name, members in classes.items()},
         {name: [r.ttft_s for r in members] for name, members in classes.items()},
         [gap for record in records for gap in record.times.tbt_s],
         [record.send_lag_s for record in records],
+        [server_s for server_s, _ in told],
+        [client_s - server_s for server_s, client_s in told],
     )
 
 

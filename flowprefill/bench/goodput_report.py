@@ -149,6 +149,8 @@ def _point(load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         },
         "ttft_s": _percentiles(everyone),
         "ttft_s_by_class": {name: _percentiles(ttfts[name]) for name in sorted(ttfts)},
+        "server_ttft_s": _percentiles([s for o in outcomes for s in o.server_ttft_s]),
+        "ttft_outside_server_s": _percentiles([s for o in outcomes for s in o.outside_server_s]),
         "tbt_s": _percentiles([gap for o in outcomes for gap in o.gaps_s]),
         "blocking_ms": _percentiles([1000 * s for o in outcomes for s in o.blocking_s]),
         "preemptions_per_request": round(
@@ -219,10 +221,20 @@ def make_tables(plan: GoodputPlan, result: Mapping[str, Any]) -> list[Table]:
             interval([v / plan.rate_at_load_1 for v in every_class]) if every_class else "",
             interval(scale) if scale else "",
         )
+    return [highest, points_table(result["cells"])]
+
+
+def points_table(cells: Mapping[str, Any]) -> Table:
+    """What was measured at each load.
+
+    cells: load_points() of each
+    """
+    from rich.table import Table
+
     points = Table(title="At each load: on time, and TTFT in seconds")
     for heading in ("policy/granularity", "load", "on time", "by class", "p50", "p99", "preempted"):
         points.add_column(heading)
-    for name, rows in result["cells"].items():
+    for name, rows in cells.items():
         for row in rows:
             by_class = " ".join(f"{k} {v:.2f}" for k, v in row["attainment_by_class"].items())
             points.add_row(
@@ -234,7 +246,7 @@ def make_tables(plan: GoodputPlan, result: Mapping[str, Any]) -> list[Table]:
                 f"{row['ttft_s']['p99']:.3f}",
                 f"{row['preemptions_per_request']:.2f}",
             )
-    return [highest, points]
+    return points
 
 
 def interval(values: Sequence[float]) -> str:

@@ -1,0 +1,276 @@
+"""`flowprefill bench servers`: the same replay through our server and through others.
+
+A stretch of a trace goes to one server after the other, on this machine, over their own protocols:
+our tritonserver, and the peers of a file. Measured of each are the highest load with 90% of the
+requests on time and with 90% of every class, and a short prompt behind a long one. Beside ours
+stands the same engine without its server, as `bench goodput` measures it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowprefill.bench.options import JsonOut, ModelJson, PeersFile, Seed, load_config
+from flowprefill.bench.progress import BenchProgress, bench_progress
+from flowprefill.bench.report import describe_run, print_json
+
+if TYPE_CHECKING:
+    from flowprefill.bench.goodput_outcomes import CellResult, Outcome, OutcomeStore
+    from flowprefill.bench.goodput_plan import GoodputPlan
+    from flowprefill.bench.goodput_runs import Cell
+    from flowprefill.bench.peers.spec import Conditions, PeerSpec
+    from flowprefill.bench.server_report import Results
+    from flowprefill.bench.server_runs import Contender, Running
+    from flowprefill.config import EngineConfig
+
+DEFAULT_CELLS = "goodput/tile,s-edf/tile"
+
+
+def run(
+    trace: Annotated[Path, typer.Option(help="Trace CSV.")],
+    cells: Annotated[
+        str, typer.Option(help="Of our server: policy/granularity, separated by commas.")
+    ] = DEFAULT_CELLS,
+    peers_file: PeersFile = None,
+    peer_load: Annotated[
+        float | None,
+        typer.Option(
+            min=0.02,
+            help="Load at which to begin with a peer; default: that of fcfs/whole by simulation.",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 200,
+    blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
+    ] = 10,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Rounds of a short prompt behind a long one.")
+    ] = 3,
+    length_divisor: Annotated[
+        float, typer.Option(min=0.01, help="Prompts of the trace are so many times shorter.")
+    ] = 8.0,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
+    ] = 1,
+    records: Annotated[
+        Path | None,
+        typer.Option(help="File of outcomes; what is in it already is not measured again."),
+    ] = None,
+    model_json: ModelJson = None,
+    seed: Seed = 0,
+    json_out: JsonOut = None,
+) -> None:
+    """Measure the highest load with 90% on time of our server and of others, side by side.
+
+    Prompts are cached by nobody: they are the same at each load.
+    """
+    from rich.console import Console
+
+    from flowprefill.bench.goodput_outcomes import OutcomeStore
+    from flowprefill.bench.goodput_plan import make_plan
+    from flowprefill.bench.peers.spec import read_peers
+    from flowprefill.bench.server_report import make_tables, summarise
+    from flowprefill.bench.simulate_plan import Plan
+    from flowprefill.bench.this_cpu import this_cpu
+
+    config = replace(load_config(model_json, None), enable_prefix_caching=False)
+    peers = read_peers(None, peers_file, config)
+    facts = {
+        "trace": trace.name,
+        "requests": requests,
+        "blocks": blocks,
+        "length_divisor": length_divisor,
+        "output_tokens": output_tokens,
+        "peers": {peer.name: {"worker": peer.worker, **peer.options} for peer in peers},
+    }
+    with bench_progress(None) as progress:
+        options = Plan(
+            traces=(trace,),
+            policies=(),
+            granularities=(),
+            num_seeds=1,
+            num_requests=requests,
+            error=0.0,
+            max_output_tokens=output_tokens,
+            load=1.0,
+            platform=this_cpu(config, progress.show_loading),
+            model=None,
+            length_scale=1 / length_divisor,
+        )
+        plan = make_plan(options, blocks, cells.split(","), progress.describe)
+        store = OutcomeStore(records, key=f"servers {config} {seed} {facts}")
+        engines = measure_engines(config, plan, seed, progress, store)
+        contenders = [
+            _ours(config, cell, _highest(engines[engine_name(cell)])) for cell in plan.guesses
+        ]
+        if peers:
+            loads = (peer_load, peer_load) if peer_load else _peer_guess(plan, progress.describe)
+            conditions = _conditions(config, plan, progress)
+            contenders += [_theirs(peer, conditions, loads) for peer in peers]
+        results = measure_servers(config, plan, contenders, rounds, seed, progress, store)
+    ours = [*map(engine_name, plan.guesses), *map(server_name, plan.guesses)]
+    results = replace(results, by_name={**engines, **results.by_name})
+    result = summarise(plan, results, ours, [peer.name for peer in peers], seed)
+    for table in make_tables(plan, result):
+        Console(width=150).print(table)
+    print_json(
+        {**result, "run": {**describe_run(config, seed), **facts, "rounds": rounds}}, json_out
+    )
+
+
+def engine_name(cell: Cell) -> str:
+    """Of a cell whose engine runs in this process."""
+    return cell.name
+
+
+def server_name(cell: Cell) -> str:
+    """Of a cell behind tritonserver."""
+    return f"{cell.name} in tritonserver"
+
+
+def measure_engines(
+    config: EngineConfig,
+    plan: GoodputPlan,
+    seed: int,
+    progress: BenchProgress,
+    store: OutcomeStore,
+) -> dict[str, CellResult]:
+    """Our cells without a server."""
+    from flowprefill.bench.goodput_runs import GoodputRuns
+
+    runs = GoodputRuns(config, plan, seed, progress, store)
+    try:
+        return {
+            engine_name(cell): _search(partial(runs.measure, cell), guesses)
+            for cell, guesses in plan.guesses.items()
+        }
+    finally:
+        runs.close()
+
+
+def measure_servers(
+    config: EngineConfig,
+    plan: GoodputPlan,
+    contenders: Sequence[Contender],
+    rounds: int,
+    seed: int,
+    progress: BenchProgress,
+    store: OutcomeStore,
+) -> Results:
+    """One after the other."""
+    from flowprefill.bench.server_report import Results
+    from flowprefill.bench.server_runs import ServerRuns
+    from flowprefill.replay.prompts import PromptMaker
+    from flowprefill.tokenizer import load_tokenizer
+
+    maker = PromptMaker(load_tokenizer(config).encode, seed)
+    runs = ServerRuns(plan, maker, progress, store)
+    results = Results({}, {}, runs.versions)
+    try:
+        for contender in contenders:
+            measure = partial(runs.measure, contender)
+            results.by_name[contender.name] = _search(measure, contender.guesses)
+            if rounds:
+                results.encounters[contender.name] = runs.meet(contender, rounds)
+        return results
+    finally:
+        runs.close()
+
+
+def _search(measure: Callable[[float], list[Outcome]], guesses: tuple[float, float]) -> CellResult:
+    from flowprefill.bench.goodput_outcomes import (
+        CellResult,
+        attainment,
+        search_loads,
+        worst_class_attainment,
+    )
+
+    result = CellResult()
+    search_loads(measure, guesses[0], attainment, result)
+    # What the first search has found says more than the second guess alone.
+    guess = _highest(result)[0] * guesses[1] / guesses[0]
+    search_loads(measure, guess, worst_class_attainment, result)
+    return result
+
+
+def _highest(result: CellResult) -> tuple[float, float]:
+    """Loads: overall, and with every class."""
+    from flowprefill.bench.crossing import crossing
+    from flowprefill.bench.goodput_outcomes import (
+        TARGET,
+        attainment,
+        curve,
+        worst_class_attainment,
+    )
+
+    overall, every_class = (
+        crossing(curve(result.by_load, measure_of), TARGET)
+        for measure_of in (attainment, worst_class_attainment)
+    )
+    return overall, every_class
+
+
+def _ours(config: EngineConfig, cell: Cell, guesses: tuple[float, float]) -> Contender:
+    from flowprefill.bench.goodput_runs import with_cell
+    from flowprefill.bench.server_runs import Contender
+
+    start = partial(_start_ours, with_cell(config, cell))
+    return Contender(server_name(cell), start, guesses)
+
+
+@contextlib.contextmanager
+def _start_ours(config: EngineConfig) -> Iterator[Running]:
+    from flowprefill.bench.server_runs import Running
+    from flowprefill.bench.servers import model_name, serve_policies
+    from flowprefill.replay.targets import GrpcTarget
+    from flowprefill.version import __version__
+    from flowprefill_client import Client
+
+    model = model_name(config.policy)
+    with serve_policies(config, [config.policy]) as url, Client(url, model) as client:
+        version = f"flowprefill {__version__}"
+        yield Running(version, lambda: GrpcTarget(url, model), client.engine_stats)
+
+
+def _theirs(spec: PeerSpec, conditions: Conditions, guesses: tuple[float, float]) -> Contender:
+    from flowprefill.bench.server_runs import Contender
+
+    return Contender(spec.name, partial(_start_theirs, spec, conditions), guesses)
+
+
+@contextlib.contextmanager
+def _start_theirs(spec: PeerSpec, conditions: Conditions) -> Iterator[Running]:
+    from flowprefill.bench.peers.servers import MODEL_NAME, sends_priority, serve_peer
+    from flowprefill.bench.server_runs import Running
+    from flowprefill.replay.http_targets import OpenAITarget
+
+    with serve_peer(spec, conditions) as server:
+        make_target = partial(
+            OpenAITarget, server.url, MODEL_NAME, send_priority=sends_priority(spec)
+        )
+        yield Running(server.version, make_target)
+
+
+def _peer_guess(plan: GoodputPlan, describe: Callable[[str], None]) -> tuple[float, float]:
+    """Most serve by arrival; none of them leaves a step."""
+    from flowprefill.bench.goodput_plan import BASELINE, Guess
+    from flowprefill.bench.goodput_runs import Cell
+
+    return Guess(plan.window, plan.platform, describe).loads(Cell.parse(BASELINE))
+
+
+def _conditions(config: EngineConfig, plan: GoodputPlan, progress: BenchProgress) -> Conditions:
+    """The same as our engine's."""
+    from flowprefill.bench.peers.spec import Conditions
+    from flowprefill.loading import load_model
+
+    model = load_model(config, progress.show_loading)
+    limit = plan.platform.max_tokens
+    return Conditions.of(config, model.spec.vocab_size, str(model.dtype), limit)
