@@ -7,7 +7,8 @@ near where it fails, so each line has its own points; TTFTs are of one load that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,21 +44,21 @@ def draw(plan: GoodputPlan, results: Results, subject: str, folder: Path, stem: 
 
 def figures(plan: GoodputPlan, results: Results, subject: str) -> dict[str, Figure]:
     """By name. subject: what all of them are of; "slo_scale" is there if it was measured."""
-    from flowprefill.bench.plots.attainment import rate_figure, scale_figure
+    from flowprefill.bench.plots.attainment import rate_panels, scale_figure
     from flowprefill.bench.plots.ttft import class_ttfts, ttft_figure
 
-    by_load = [_curve(cell, result.by_load) for cell, result in results.items()]
+    by_load = {cell: _curve(cell.name, result.by_load) for cell, result in results.items()}
     found = {
-        "rate": rate_figure(
-            by_load,
+        "rate": rate_panels(
+            _by_policy(by_load),
             title=subject,
             rate_at_load_1=plan.rate_at_load_1,
-            bound=_bound(plan, by_load, lambda load: (load, 1.0)),
+            bound=_bound(plan, by_load.values(), lambda load: (load, 1.0)),
             target=TARGET,
         )
     }
     by_scale = [
-        _curve(cell, {1 / tightness: o for tightness, o in result.by_tightness.items()})
+        _curve(cell.name, {1 / tightness: o for tightness, o in result.by_tightness.items()})
         for cell, result in results.items()
         if result.by_tightness
     ]
@@ -76,15 +77,28 @@ def figures(plan: GoodputPlan, results: Results, subject: str) -> dict[str, Figu
     return found
 
 
-def _curve(cell: Cell, by_x: Mapping[float, Sequence[Outcome]]) -> Curve:
+def _by_policy(curves: Mapping[Cell, Curve]) -> dict[str, list[Curve]]:
+    """A group for each policy, its curves named by granularity; in each the baseline too, which has
+    none of its own unless it is alone."""
+    baseline = Cell.parse(BASELINE)
+    others = [cell for cell in curves if cell != baseline] or list(curves)
+    groups: dict[str, list[Curve]] = {}
+    for cell in others:
+        start = [curves[baseline]] if baseline in curves and baseline not in others else []
+        group = groups.setdefault(cell.policy, start)
+        group.append(replace(curves[cell], name=cell.granularity))
+    return groups
+
+
+def _curve(name: str, by_x: Mapping[float, Sequence[Outcome]]) -> Curve:
     from flowprefill.bench.plots.attainment import Curve
 
     x = sorted(by_x)
-    return Curve(cell.name, x, [[o.num_on_time / o.num_requests for o in by_x[v]] for v in x])
+    return Curve(name, x, [[o.num_on_time / o.num_requests for o in by_x[v]] for v in x])
 
 
 def _bound(
-    plan: GoodputPlan, curves: Sequence[Curve], place: Callable[[float], tuple[float, float]]
+    plan: GoodputPlan, curves: Iterable[Curve], place: Callable[[float], tuple[float, float]]
 ) -> Curve | None:
     """Wherever something was measured; None where the platform does not know.
 

@@ -228,11 +228,13 @@ def test_pictures_show_what_was_measured_each_cell_at_its_own_loads() -> None:
     }
     found = figures(plan, results, "a trace")
     assert list(found) == ["rate", "slo_scale", "ttft"]
-    lines = {line.get_label(): line for line in found["rate"].axes[0].get_lines()}
-    assert list(lines) == ["fcfs/whole", "s-edf/tile", "offline bound", "target 90%"]
+    (panel,) = found["rate"].axes
+    assert panel.get_title() == "s-edf"
+    lines = {line.get_label(): line for line in panel.get_lines()}
+    assert list(lines) == ["fcfs/whole", "tile", "offline bound", "target 90%"]
     assert list(lines["fcfs/whole"].get_xdata()) == [0.35, SCALE_LOAD]
     assert list(lines["fcfs/whole"].get_ydata()) == pytest.approx([1.0, 8 / 12])
-    assert list(lines["s-edf/tile"].get_xdata()) == [SCALE_LOAD, 1.1]
+    assert list(lines["tile"].get_xdata()) == [SCALE_LOAD, 1.1]
     assert list(lines["offline bound"].get_xdata()) == [0.35, SCALE_LOAD, 1.1]
     expected = [(plan.offline_bound(load) or 0) / 12 for load in (0.35, SCALE_LOAD, 1.1)]
     assert list(lines["offline bound"].get_ydata()) == pytest.approx(expected)
@@ -245,6 +247,26 @@ def test_pictures_show_what_was_measured_each_cell_at_its_own_loads() -> None:
     assert max(lines["s-edf/tile"].get_xdata()) == 0.1
     for figure in found.values():
         check_nothing_overlaps(figure)
+
+
+def test_each_policy_has_a_panel_with_the_baseline_in_it() -> None:
+    requests = [TraceRequest(float(i), "text", 1000, 1) for i in range(4)]
+    window = SimWindow(requests, [objective(request) for request in requests])
+    outcomes = [Outcome({"text": 4}, {"text": 4}, {"text": [0.1] * 4})]
+
+    def panels(*names: str) -> dict[str, list[str]]:
+        guesses = {Cell.parse(name): (1.0, 1.0) for name in names}
+        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), frozenset(), 1.0)
+        results = {cell: CellResult({SCALE_LOAD: outcomes}) for cell in guesses}
+        axes = figures(plan, results, "")["rate"].axes
+        return {a.get_title(): [str(line.get_label()) for line in a.get_lines()[:-2]] for a in axes}
+
+    assert panels("fcfs/whole", "s-edf/tile", "srpt/tile", "s-edf/chunk:64") == {
+        "s-edf": ["fcfs/whole", "tile", "chunk:64"],
+        "srpt": ["fcfs/whole", "tile"],
+    }
+    assert panels("goodput/tile", "fcfs/tile") == {"goodput": ["tile"], "fcfs": ["tile"]}
+    assert panels("fcfs/whole") == {"fcfs": ["whole"]}
 
 
 def test_ttfts_are_compared_at_the_usual_cells_or_at_all() -> None:

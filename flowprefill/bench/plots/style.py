@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -29,7 +30,7 @@ def new_figure(size: tuple[float, float] = SIZE) -> Figure:
 
 def cell_styles(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
     """Line styles by cell: another colour and marker for each, so that they differ in grey too;
-    neighbours have other dashes, so that a line shows below another one."""
+    neighbours have other dashes, those with gaps above, so that a line shows below another one."""
     return {
         name: {
             "color": PALETTE[index % len(PALETTE)],
@@ -37,6 +38,7 @@ def cell_styles(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
             "linestyle": DASHES[index % len(DASHES)],
             "markersize": 4,
             "linewidth": 1.5,
+            "zorder": 2 + 0.1 * (index % len(DASHES)),
         }
         for index, name in enumerate(names)
     }
@@ -46,6 +48,18 @@ def legend_beside(figure: Figure, axes: Axes) -> None:
     """The legend right of the axes, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, handlelength=3.5)
+
+
+def legend_below(figure: Figure, panels: Sequence[Axes], first: Sequence[str] = ()) -> None:
+    """One legend of all panels, each label once; `first`: those that come before all others."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    labels = list(dict.fromkeys([*first, *found]))
+    handles = [found[label] for label in labels]
+    columns = min(len(labels), 4)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
 
 
 def log_axis(axis: Any, base: float = 10.0, subs: Sequence[float] = (1.0,)) -> None:

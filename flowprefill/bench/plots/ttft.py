@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from flowprefill.bench.plots.style import cell_styles, log_axis, new_figure
+from flowprefill.bench.plots.style import cell_styles, legend_below, log_axis, new_figure
 from flowprefill.workload import Objective
 
 MIN_TTFT_S = 1e-4
@@ -72,9 +71,7 @@ def ttft_figure(classes: Sequence[ClassTtfts], *, title: str) -> Figure:
         axes.set_xlabel("time to first token, seconds")
     figure.supylabel("share of the requests", fontsize=10)
     figure.suptitle(title, fontsize=10)
-    handles, labels = _handles(panels[: len(classes)])
-    columns = min(len(labels), 4)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.5)
+    legend_below(figure, panels[: len(classes)])
     return figure
 
 
@@ -83,7 +80,7 @@ def _draw(axes: Axes, one: ClassTtfts, styles: Mapping[str, dict[str, Any]]) -> 
         finite = np.sort([v for v in values if v < math.inf])
         shares = np.arange(1, len(finite) + 1) / len(values)
         axes.step(np.maximum(finite, MIN_TTFT_S), shares, where="post", label=name, **styles[name])
-    goal = f"objective {one.objective_s:g} s" if one.objective_s else "objective by length"
+    goal = f"objective {one.objective_s:.3g} s" if one.objective_s else "objective by length"
     if one.objective_s:
         axes.axvline(one.objective_s, color="black", linewidth=1, label="objective")
     axes.set_xscale("log")
@@ -93,12 +90,3 @@ def _draw(axes: Axes, one: ClassTtfts, styles: Mapping[str, dict[str, Any]]) -> 
     axes.grid(alpha=0.25)
     num_requests = len(next(iter(one.ttft_s.values())))
     axes.set_title(f"{one.name}: {num_requests} requests, {goal}", fontsize=9)
-
-
-def _handles(panels: Sequence[Axes]) -> tuple[list[Artist], list[str]]:
-    """Of all panels, each label once."""
-    found: dict[str, Artist] = {}
-    for axes in panels:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)

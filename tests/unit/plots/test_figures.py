@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from flowprefill.bench.plots import style
-from flowprefill.bench.plots.attainment import Curve, interval, rate_figure, scale_figure
+from flowprefill.bench.plots.attainment import (
+    Curve,
+    interval,
+    rate_figure,
+    rate_panels,
+    scale_figure,
+)
 from flowprefill.bench.plots.style import cell_styles, save
 from flowprefill.bench.plots.ttft import MIN_TTFT_S, ClassTtfts, class_ttfts, ttft_figure
 from flowprefill.workload import Objective
@@ -79,6 +86,34 @@ def test_attainment_against_rate_shows_all_cells_the_bound_and_the_target() -> N
     check_nothing_overlaps(figure)
 
 
+def test_panels_share_axes_and_styles_and_one_legend() -> None:
+    tile, chunk = replace(SEDF, name="tile"), replace(FCFS, name="chunk:2048")
+    panels = {"s-edf": [FCFS, tile], "goodput": [FCFS, chunk, tile], "srpt": [tile]}
+    figure = rate_panels(panels, title="a trace\nits machine", rate_at_load_1=5.0, bound=BOUND)
+    names = ["fcfs/whole", "tile", "chunk:2048"]
+    assert legend_labels(figure) == [*names, "offline bound", "target 90%"]
+    assert [axes.get_title() for axes in figure.axes] == ["s-edf", "goodput", "srpt"]
+    looks: dict[str, set[object]] = {}
+    for axes, curves in zip(figure.axes, panels.values(), strict=True):
+        assert "prefill seconds per second" in axes.get_xlabel()
+        assert axes.child_axes[0].get_xlabel() == "arrival rate, requests per second"
+        assert axes.get_ylim() == figure.axes[0].get_ylim()
+        assert axes.get_xlim() == figure.axes[0].get_xlim()
+        for line, curve in zip(axes.get_lines(), curves, strict=False):
+            assert line.get_label() == curve.name
+            looks.setdefault(curve.name, set()).add((line.get_color(), line.get_marker()))
+    assert all(len(look) == 1 for look in looks.values())
+    assert len(set.union(*looks.values())) == 3
+    assert figure.axes[0].get_ylabel() == "requests with TTFT objective met"
+    check_nothing_overlaps(figure)
+
+
+def test_shares_near_one_get_the_room() -> None:
+    high = Curve("s-edf/tile", [0.5, 1.0], [[1.0, 0.98], [0.86, 0.9]])
+    figure = rate_figure([high], title="", rate_at_load_1=5.0)
+    assert figure.axes[0].get_ylim() == pytest.approx((0.8, 1.02))
+
+
 def test_the_upper_axis_counts_requests_per_second() -> None:
     figure = rate_figure([FCFS], title="", rate_at_load_1=5.0)
     axes = figure.axes[0]
@@ -96,6 +131,22 @@ def test_attainment_against_scale_is_logarithmic_with_plain_numbers() -> None:
     assert axes.get_xscale() == "log"
     assert "scale of all TTFT objectives" in axes.get_xlabel()
     assert axes.xaxis.get_major_formatter()(0.5) == "0.5"
+    check_nothing_overlaps(figure)
+
+
+@pytest.mark.parametrize(
+    ("scales", "ticks"),
+    [((0.75, 1.0), ["0.8", "0.9", "1"]), ((0.25, 4.0), ["0.25", "0.5", "1", "2", "4"])],
+)
+def test_there_are_ticks_enough_for_scales_near_each_other(
+    scales: tuple[float, ...], ticks: list[str]
+) -> None:
+    figure = scale_figure([Curve("s-edf/tile", scales, [[0.5], [1.0]])], title="")
+    axes = figure.axes[0]
+    figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    labels = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+    assert [label.get_text() for x, label in labels if low <= x <= high] == ticks
     check_nothing_overlaps(figure)
 
 
