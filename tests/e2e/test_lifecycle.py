@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from openai import InternalServerError, OpenAI
 
 from flowprefill.server import ServerOptions, TritonServer, free_ports
 from flowprefill.server_layout import SHM_DIR
@@ -26,7 +27,7 @@ ENDLESS = {"ignore_eos": True, "temperature": 0, "max_tokens": 4000}
 class Served:
     """A running `flowprefill serve`."""
 
-    def __init__(self, log_path: Path, exit_timeout_s: int) -> None:
+    def __init__(self, log_path: Path, exit_timeout_s: int, *arguments: str) -> None:
         http_port, grpc_port, metrics_port = free_ports(3)
         self.http_port = http_port
         self.grpc_url = f"127.0.0.1:{grpc_port}"
@@ -37,6 +38,7 @@ class Served:
             *("--exit-timeout-s", str(exit_timeout_s)),
             *("--http-port", str(http_port), "--grpc-port", str(grpc_port)),
             *("--metrics-port", str(metrics_port)),
+            *arguments,
         ]
         with log_path.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -74,12 +76,12 @@ class Served:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[int], Served]]:
-    """Starts `flowprefill serve` with an exit timeout in seconds."""
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Starts `flowprefill serve` with an exit timeout in seconds, and further arguments."""
     with contextlib.ExitStack() as ends:
 
-        def start(exit_timeout_s: int) -> Served:
-            running = Served(tmp_path / "serve.log", exit_timeout_s)
+        def start(exit_timeout_s: int, *arguments: str) -> Served:
+            running = Served(tmp_path / "serve.log", exit_timeout_s, *arguments)
             ends.callback(running.process.wait, exit_timeout_s + 30)
             ends.callback(running.process.terminate)
             return running
@@ -136,6 +138,36 @@ def test_stop_lets_a_running_answer_finish_and_exits_with_0(
         served.process.send_signal(signal.SIGINT)
         assert sum(delta.num_output_tokens for delta in stream) == 29
     assert served.process.wait(60) == 0, served.log()
+    assert group_members(served.group) == {}
+
+
+def test_the_openai_endpoint_drains_with_the_server_and_leaves_nothing(
+    serve: Callable[..., Served],
+) -> None:
+    """Its streams go on to their end, what is new meanwhile is refused, and it ends as well."""
+    (port,) = free_ports(1)
+    served = serve(60, "--openai-port", str(port))
+    assert f", OpenAI http://127.0.0.1:{port}/v1\n" in served.log()
+    (endpoint,) = (pid for pid in Served._children(served.process.pid) if int(pid) != served.group)
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as api:
+        request = {"model": MODEL, "prompt": "Once upon a time", "extra_body": {"ignore_eos": True}}
+        stream = api.completions.create(**request, max_tokens=30, stream=True)
+        next(stream)
+        served.process.send_signal(signal.SIGTERM)
+
+        def refusal() -> InternalServerError | None:
+            try:
+                api.completions.create(**request, max_tokens=1)
+            except InternalServerError as error:
+                return error
+            return None
+
+        error = wait_for(refusal, what="new requests are refused")
+        assert error.status_code == 503 and "the server is stopping" in str(error)
+        assert error.response.headers["retry-after"] == "60"
+        assert sum(1 for chunk in stream if chunk.choices[0].text) > 20
+    assert served.process.wait(60) == 0, served.log()
+    assert not Path(f"/proc/{endpoint}").exists()
     assert group_members(served.group) == {}
 
 

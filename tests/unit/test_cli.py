@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from flowprefill import __version__
 from flowprefill.cli import app, ready_text
+from flowprefill.openai.process import OpenAIProcess
 from flowprefill.server import ServerOptions, TritonServer
 from flowprefill.server_layout import default_model_repository
 
@@ -94,13 +96,32 @@ def serve_models() -> Iterator[Callable[[dict[str, bool]], TritonServer]]:
 def test_ready_text_names_a_model_that_is_there(
     serve_models: Callable[[dict[str, bool]], TritonServer], models: dict[str, bool], named: str
 ) -> None:
-    assert named in ready_text(serve_models(models))
+    assert named in ready_text(serve_models(models), None)
 
 
 def test_ready_text_without_a_model_has_nothing_to_try(
     serve_models: Callable[[dict[str, bool]], TritonServer],
 ) -> None:
-    assert ready_text(serve_models({})).count("\n") == 0
+    assert ready_text(serve_models({}), None).count("\n") == 0
+
+
+def test_ready_text_names_the_openai_endpoint(
+    serve_models: Callable[[dict[str, bool]], TritonServer],
+) -> None:
+    for host, shown in (("0.0.0.0", "127.0.0.1"), ("::1", "[::1]")):
+        openai = OpenAIProcess(host, 8003, "127.0.0.1:8001", 10)
+        text = ready_text(serve_models({}), openai)
+        assert text.endswith(f", OpenAI http://{shown}:8003/v1")
+
+
+def test_a_taken_openai_port_is_one_line_and_exit_code_1() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        done = flowprefill("serve", "--openai-port", str(port))
+    assert done.returncode == 1
+    assert f"error: port {port} on 127.0.0.1: address already in use" in done.stderr
 
 
 def test_own_model_repository_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
