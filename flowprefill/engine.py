@@ -263,7 +263,7 @@ class Engine:
             death = f"the engine failed: {type(error).__name__}: {error}"
             with self._lock:
                 self._death = death
-            self._book.fail_all(EngineDeadError.code, death)
+            self._book.fail_all(EngineDeadError(death))
             raise  # threading.excepthook prints it, and ends an engine process
 
     def _loop(self) -> None:
@@ -300,7 +300,7 @@ class Engine:
         if self._book.live and self._is_due(self._close_s):
             left = list(self._book.live)
             for req_id in left:
-                self._book.fail(req_id, UnavailableError.code, "the engine is closing")
+                self._book.fail(req_id, UnavailableError("the engine is closing"))
             self._decide([Cancel(req_id) for req_id in left])
         return not self._book.live
 

@@ -86,6 +86,7 @@ class EngineClient:
         self._lock = threading.Lock()  # guards what follows; never held during a callback
         self._state = EngineState.STARTING
         self._why_not_ready = "the engine has not started"
+        self._num_restarts = 0
         self._child: EngineChild | None = None
         self._live: set[int] = set()  # in the engine process, end not delivered
         self._held = HeldRequests()  # waiting for a restart
@@ -127,6 +128,11 @@ class EngineClient:
     @property
     def state(self) -> EngineState:
         return self._state
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines that replaced a dead one and were loaded."""
+        return self._num_restarts
 
     @property
     def is_healthy(self) -> bool:
@@ -295,6 +301,7 @@ class EngineClient:
             # in one go, so that a cancel finds each request either held or live
             ended = self._take_ended(time.monotonic())
             self._state = EngineState.READY
+            self._num_restarts += self._loaded.done()
             for req_id, packed in self._held.take_all().items():
                 self._send_request(req_id, packed)
         self._deliver_held(ended)

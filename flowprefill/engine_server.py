@@ -145,16 +145,17 @@ class EngineServer:
             engine.submit(Request.from_wire(wire))
             return
         except FlowPrefillError as error:
-            code, message = error.code, str(error)
+            refusal = error
         except Exception as error:  # a request that trips us must not take the others along
             traceback.print_exc()
-            code, message = "INTERNAL", f"{type(error).__name__}: {error}"
+            refusal = FlowPrefillError(f"{type(error).__name__}: {error}")
         self._on_output(
             TokenOutput(
                 wire["req_id"],
                 finish_reason=FinishReason.ERROR,
-                error_code=code,
-                error_message=message,
+                error_code=refusal.code,
+                error_message=str(refusal),
+                reject_reason=refusal.reject_reason,
             )
         )
 

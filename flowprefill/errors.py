@@ -7,6 +7,8 @@ FlowPrefillError                    INTERNAL
 ├── UnsupportedFeatureError         UNSUPPORTED   names the field
 ├── UnavailableError                UNAVAILABLE   try again later
 │   ├── QueueFullError              UNAVAILABLE
+│   ├── QueueTimeoutError           UNAVAILABLE   it did not start within queue_timeout_ms
+│   ├── InfeasibleError             UNAVAILABLE   it cannot be on time any more (on_infeasible)
 │   └── EngineDeadError             UNAVAILABLE   the engine process died with the request in it
 ├── RequestCancelledError           CANCELLED
 ├── ConfigError                     INVALID_ARG   a broken model.json; fails the load
@@ -29,12 +31,15 @@ class FlowPrefillError(Exception):
     """Base of all errors raised on purpose. `code` is the TritonError code name."""
 
     code = "INTERNAL"
+    reject_reason: str | None = None
+    """In metrics, why such a request was refused; None = it failed."""
 
 
 class InvalidRequestError(FlowPrefillError):
     """A request that can never be served as it is."""
 
     code = "INVALID_ARG"
+    reject_reason = "invalid"
 
 
 class InvalidParameterError(InvalidRequestError):
@@ -53,6 +58,7 @@ class UnsupportedFeatureError(FlowPrefillError):
     """A feature that vllm_backend declares and FlowPrefill does not have."""
 
     code = "UNSUPPORTED"
+    reject_reason = "unsupported"
 
     def __init__(self, field: str, value: object) -> None:
         super().__init__(f"{field}={shorten(repr(value))} is not supported")
@@ -63,14 +69,31 @@ class UnavailableError(FlowPrefillError):
     """The request cannot be taken now; a later try may succeed."""
 
     code = "UNAVAILABLE"
+    reject_reason: str | None = "unavailable"
 
 
 class QueueFullError(UnavailableError):
     """The admission bound is reached."""
 
+    reject_reason = "queue_full"
+
+
+class QueueTimeoutError(UnavailableError):
+    """The request has waited too long for its start."""
+
+    reject_reason = "queue_timeout"
+
+
+class InfeasibleError(UnavailableError):
+    """The request cannot be on time any more."""
+
+    reject_reason = "infeasible"
+
 
 class EngineDeadError(UnavailableError):
     """The engine process ended while the request was in it."""
+
+    reject_reason = None
 
 
 class RequestCancelledError(FlowPrefillError):

@@ -143,18 +143,31 @@ class TokenOutput:
     """CLOCK_MONOTONIC seconds at which the token was on the host."""
     prefill: PrefillTiming | None = None
     """With the first token only."""
+    reject_reason: str | None = None
+    """Of an error that is a refusal; see FlowPrefillError."""
 
     def to_wire(self) -> list[Any]:
         reason = self.finish_reason.value if self.finish_reason else None
         tops = [[t.token_id, t.logprob, t.rank] for t in self.top_logprobs]
-        end = [self.error_code, self.error_message, self.num_preemptions, self.token_s]
         prefill = dataclasses.astuple(self.prefill) if self.prefill else None
-        return [self.req_id, self.token_id, reason, self.logprob, tops, *end, prefill]
+        error = [self.error_code, self.error_message, self.reject_reason]
+        rest = [self.num_preemptions, self.token_s]
+        return [self.req_id, self.token_id, reason, self.logprob, tops, prefill, *error, *rest]
 
     @staticmethod
     def from_wire(wire: list[Any]) -> TokenOutput:
-        req_id, token_id, reason_value, logprob, top_values, *end, prefill_values = wire
-        reason = FinishReason(reason_value) if reason_value else None
-        tops = [Logprob(*values) for values in top_values]
-        prefill = PrefillTiming(*prefill_values) if prefill_values else None
-        return TokenOutput(req_id, token_id, reason, logprob, tops, *[*end, prefill])
+        req_id, token_id, reason_value, logprob, tops, prefill, *end = wire
+        error_code, error_message, reject_reason, num_preemptions, token_s = end
+        return TokenOutput(
+            req_id,
+            token_id,
+            FinishReason(reason_value) if reason_value else None,
+            logprob,
+            [Logprob(*values) for values in tops],
+            error_code,
+            error_message,
+            num_preemptions,
+            token_s,
+            PrefillTiming(*prefill) if prefill else None,
+            reject_reason,
+        )

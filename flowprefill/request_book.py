@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from flowprefill.admission import Admission
 from flowprefill.clock import Clock
-from flowprefill.errors import InvalidParameterError, UnavailableError
+from flowprefill.errors import (
+    FlowPrefillError,
+    InfeasibleError,
+    InvalidParameterError,
+    QueueTimeoutError,
+)
 from flowprefill.executor.sampler import Sampled, SamplingState
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.request import FinishReason, PrefillTiming, Request, TokenOutput
@@ -129,17 +134,17 @@ class RequestBook:
 
     def reject(self, req_id: int, message: str) -> None:
         """Nothing can be done for it in time."""
-        if self._end(req_id, FinishReason.ERROR, UnavailableError.code, message):
+        if self._end(req_id, FinishReason.ERROR, InfeasibleError(message)):
             self._counters.rejected += 1
 
-    def fail(self, req_id: int, code: str, message: str) -> None:
-        if self._end(req_id, FinishReason.ERROR, code, message):
+    def fail(self, req_id: int, error: FlowPrefillError) -> None:
+        if self._end(req_id, FinishReason.ERROR, error):
             self._counters.failed += 1
 
-    def fail_all(self, code: str, message: str) -> None:
+    def fail_all(self, error: FlowPrefillError) -> None:
         """Also those that were not taken in yet."""
         for req_id in sorted(self._unfinished):
-            self.fail(req_id, code, message)
+            self.fail(req_id, error)
 
     def forget(self, req_id: int) -> None:
         """It has its end; its id may be used again."""
@@ -155,11 +160,11 @@ class RequestBook:
         self._counters.timed_out += 1
         self._on_timeout(req_id)
         limit = f"queue_timeout_ms={self._queue_timeout_ms:g}"
-        message = f"the request did not start within {limit}"
-        self._send_end(req_id, FinishReason.ERROR, UnavailableError.code, message)
+        error = QueueTimeoutError(f"the request did not start within {limit}")
+        self._send_end(req_id, FinishReason.ERROR, error)
 
     def _end(
-        self, req_id: int, reason: FinishReason, code: str | None = None, message: str | None = None
+        self, req_id: int, reason: FinishReason, error: FlowPrefillError | None = None
     ) -> bool:
         """End a request without a token. False if the queue timeout has answered it already."""
         live = self.live.get(req_id)
@@ -167,19 +172,18 @@ class RequestBook:
         if not has_started and not self._waiting_room.leave(req_id):
             return False
         self.forget(req_id)
-        self._send_end(req_id, reason, code, message)
+        self._send_end(req_id, reason, error)
         return True
 
-    def _send_end(
-        self, req_id: int, reason: FinishReason, code: str | None, message: str | None
-    ) -> None:
+    def _send_end(self, req_id: int, reason: FinishReason, error: FlowPrefillError | None) -> None:
         self._on_output(
             TokenOutput(
                 req_id=req_id,
                 finish_reason=reason,
-                error_code=code,
-                error_message=message,
+                error_code=error.code if error else None,
+                error_message=str(error) if error else None,
                 num_preemptions=self._num_preemptions(req_id),
                 token_s=self._clock.now_s(),
+                reject_reason=error.reject_reason if error else None,
             )
         )

@@ -6,6 +6,7 @@ No torch.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ class EngineInfo:
 class EngineStats:
     """Gauges (now) and counters (since the engine's start)."""
 
+    since_s: float = 0.0
+    """CLOCK_MONOTONIC seconds of the engine's start; another value is another engine's."""
     num_waiting: int = 0
     num_prefilling: int = 0
     """Running and parked prefills."""
@@ -89,6 +92,7 @@ class EngineCounters:
     Each field has one thread that writes it, so stats() may read at any time.
     """
 
+    since_s: float = field(default_factory=time.monotonic)
     wakeups: int = 0
     decision_s: float = 0.0
     prefill_tokens: int = 0
@@ -105,6 +109,7 @@ class EngineCounters:
     def stats(self, **gauges: int) -> EngineStats:
         """These counters beside `gauges` and counters that others keep."""
         return EngineStats(
+            since_s=self.since_s,
             num_wakeups=self.wakeups,
             decision_seconds_total=self.decision_s,
             num_prefill_tokens=self.prefill_tokens,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from flowprefill.clock import Clock
+from flowprefill.errors import FlowPrefillError
 from flowprefill.executor.executor import Executor, RunReport
 from flowprefill.executor.sampler import Sampler
 from flowprefill.interrupt import Interrupt
@@ -166,7 +167,7 @@ class TaskRunner:
         ended = []
         for (req_id, request), one in zip(members, sampled, strict=True):
             if one.error:
-                self.book.fail(req_id, "INTERNAL", one.error)
+                self.book.fail(req_id, FlowPrefillError(one.error))
                 ended.append(Finished(req_id))
                 continue
             prefill = None

@@ -189,6 +189,7 @@ def test_a_request_the_engine_refuses_ends_with_its_error_and_harms_no_other(
         "101 tokens > max_model_len 100",
     )
     assert (broken.error_code, broken.error_message) == ("INTERNAL", "KeyError: 'bug'")
+    assert (refused.reject_reason, broken.reject_reason) == ("invalid", None)
     assert h.end(1).finish_reason is FinishReason.LENGTH
     assert len(h.outputs[1]) == 300
 
@@ -329,6 +330,7 @@ def test_sigkill_ends_every_live_request_and_the_engine_comes_back(
     assert h.end(9).finish_reason is FinishReason.LENGTH
     assert h.client.pid != killed
     assert not is_running(killed)
+    assert h.client.num_restarts == 1
 
 
 def test_a_crash_leaves_its_traceback_in_the_log(harness: Callable[..., Harness]) -> None:

@@ -58,6 +58,7 @@ def test_the_deadline_is_arrival_plus_ttft_objective():
         TokenOutput(1, None, FinishReason.ERROR, None, [], "INTERNAL", "broke", 1, 2.0),
         TokenOutput(1, 5, prefill=PrefillTiming(10.0, 0.25, 0.2, 64, blocking_s=0.003)),
         TokenOutput(1, 5, prefill=PrefillTiming(10.0, 0.25, 0.2, 0)),
+        TokenOutput(1, None, FinishReason.ERROR, error_code="A", reject_reason="queue_full"),
     ],
 )
 def test_an_output_survives_the_wire(output):

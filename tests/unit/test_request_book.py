@@ -8,7 +8,12 @@ import pytest
 
 from flowprefill.admission import Admission
 from flowprefill.clock import VirtualClock
-from flowprefill.errors import InvalidParameterError, QueueFullError
+from flowprefill.errors import (
+    EngineDeadError,
+    FlowPrefillError,
+    InvalidParameterError,
+    QueueFullError,
+)
 from flowprefill.executor.sampler import Sampled, SamplingState
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
@@ -101,17 +106,18 @@ def test_each_way_to_end_is_counted_and_answered_once(desk: Desk, has_started: b
         (desk.start if has_started else desk.take_in)(req_id)
     desk.book.cancel(1)
     desk.book.reject(2, "too late")
-    desk.book.fail(3, "INTERNAL", "broken")
+    desk.book.fail(3, FlowPrefillError("broken"))
     for req_id in (1, 2, 3):  # ended: nobody is told again
         desk.book.cancel(req_id)
         desk.book.reject(req_id, "again")
-        desk.book.fail(req_id, "INTERNAL", "again")
+        desk.book.fail(req_id, FlowPrefillError("again"))
     assert desk.ends() == [
         (1, FinishReason.CANCELLED, None),
         (2, FinishReason.ERROR, "UNAVAILABLE"),
         (3, FinishReason.ERROR, "INTERNAL"),
     ]
     assert [o.error_message for o in desk.outputs] == [None, "too late", "broken"]
+    assert [o.reject_reason for o in desk.outputs] == [None, "infeasible", None]
     assert desk.counted() == (3, 0, 1, 1, 1)
     assert not desk.book.live
 
@@ -120,8 +126,8 @@ def test_fail_all_includes_those_still_in_the_inbox(desk: Desk) -> None:
     desk.start(1)
     desk.take_in(2)
     desk.admit(3)
-    desk.book.fail_all("UNAVAILABLE", "the engine failed")
-    desk.book.fail_all("UNAVAILABLE", "the engine failed")
+    desk.book.fail_all(EngineDeadError("the engine failed"))
+    desk.book.fail_all(EngineDeadError("the engine failed"))
     assert desk.ends() == [(i, FinishReason.ERROR, "UNAVAILABLE") for i in (1, 2, 3)]
     assert desk.counted() == (3, 0, 0, 0, 3)
 
@@ -155,8 +161,8 @@ def test_whatever_comes_after_a_timeout_ends_nothing(desk: Desk, end: str) -> No
     ends = {
         "cancel": lambda: desk.book.cancel(1),
         "reject": lambda: desk.book.reject(1, ""),
-        "fail": lambda: desk.book.fail(1, "INTERNAL", ""),
-        "fail_all": lambda: desk.book.fail_all("INTERNAL", ""),
+        "fail": lambda: desk.book.fail(1, FlowPrefillError()),
+        "fail_all": lambda: desk.book.fail_all(FlowPrefillError()),
     }
     ends[end]()
     assert desk.ends() == [(1, FinishReason.ERROR, "UNAVAILABLE")]
