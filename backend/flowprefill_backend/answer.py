@@ -67,8 +67,7 @@ class Answer:
     ) -> None:
         self.options = options
         self.timing = timing
-        self.num_tokens = 0
-        self._num_input_tokens = num_input_tokens
+        self.num_input_tokens = num_input_tokens
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._text_stream = TextStream(tokenizer, sampling)
@@ -76,6 +75,11 @@ class Answer:
         self._new_logprobs: list[dict[str, Any]] = []
         self._num_new_tokens = 0
         self._cumulative_logprob = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far."""
+        return self.timing.num_output_tokens
 
     def add(self, output: TokenOutput) -> FinishReason | None:
         """Take one engine output. Returns why the answer is complete, or None while it is not."""
@@ -100,7 +104,7 @@ class Answer:
             finish_reason=reason.value if reason else "None",
             cumulative_logprob=self._cumulative_logprob,
             logprobs="null" if self._sampling.logprobs is None else json.dumps(self._new_logprobs),
-            num_input_tokens=self._num_input_tokens,
+            num_input_tokens=self.num_input_tokens,
             num_output_tokens=self._num_new_tokens,
             timing=self.timing.to_dict(time.monotonic()) if reason else None,
         )
@@ -108,7 +112,6 @@ class Answer:
         return part
 
     def _count(self, output: TokenOutput) -> None:
-        self.num_tokens += 1
         self._num_new_tokens += 1
         self._cumulative_logprob += output.logprob or 0.0
         if self._sampling.logprobs is not None and self.options.logprobs:

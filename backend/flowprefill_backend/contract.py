@@ -80,9 +80,11 @@ def check(model_config: Mapping[str, Any], instance_kind: str) -> None:
         )
 
 
-def flag(model_config: Mapping[str, Any], name: str) -> bool:
+def flag(model_config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A yes/no entry of config.pbtxt `parameters`; releases differ in "yes" and "true"."""
-    entry = model_config.get("parameters", {}).get(name, {})
+    entry = model_config.get("parameters", {}).get(name)
+    if entry is None:
+        return default
     return str(entry.get("string_value", "")).lower() in ("yes", "true")
 
 

@@ -22,6 +22,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine_process import EngineState
 from flowprefill.errors import (
     FlowPrefillError,
+    QueueTimeoutError,
     RequestCancelledError,
     UnavailableError,
     shorten,
@@ -32,7 +33,10 @@ from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend.answer import Answer
 from flowprefill_backend.cancel_poller import CancelPoller
 from flowprefill_backend.live import LiveRequest, LiveRequests
+from flowprefill_backend.metrics import Metrics
+from flowprefill_backend.metrics_page import MetricsPage
 from flowprefill_backend.request import Control, RawRequest, control, parse, read, screen
+from flowprefill_backend.request_counts import RequestCounts, Tally
 from flowprefill_backend.response import (
     MAX_ERROR_CHARS,
     error_response,
@@ -67,6 +71,9 @@ class EngineLike(Protocol):
     @property
     def state(self) -> EngineState: ...
 
+    @property
+    def num_restarts(self) -> int: ...
+
     def close(self, drain_s: float = 0.0) -> None: ...
 
 
@@ -90,12 +97,13 @@ class Instance:
         make_engine: Callable[[Callable[[TokenOutput], None]], EngineLike],
         log: Log,
         unload: Callable[[], object] | None = None,
+        make_page: Callable[[EngineInfo], MetricsPage | None] = lambda info: None,
     ) -> None:
         """Start the engine and wait until it is ready.
 
         `make_engine` gets the callback for outputs. With `unload`, requests that arrive while the
         engine is down are refused instead of waiting for its restart, and if it has failed for good
-        `unload` is called, once.
+        `unload` is called, once. `make_page` may give a page for the model's metrics.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -114,6 +122,16 @@ class Instance:
         self._senders = [Worker(f"sender-{i}", on_error) for i in range(NUM_SENDERS)]
         self._asker = Worker("asker", on_error, *bounds)
         self._poller = CancelPoller(config.cancel_poll_ms / 1000, self._cancel, on_error)
+        tally = Tally()
+        self._counts = RequestCounts(tally)
+        page = make_page(self.info)
+        self._metrics: Metrics | None = None
+        if page is None:
+            tally.close()
+        else:
+            self._metrics = Metrics(
+                page, tally, self._engine, self.info, self._num_unparsed, on_error
+            )
 
     def execute(self, requests: list[Any]) -> None:
         """Take over pb_utils.InferenceRequests; returns before anything is parsed."""
@@ -144,6 +162,8 @@ class Instance:
     def close(self) -> None:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
         self._is_closing = True
+        if self._metrics:
+            self._metrics.close(CLOSE_TIMEOUT_S)
         self._poller.close(CLOSE_TIMEOUT_S)
         for parser in (self._short_parser, self._long_parser):
             parser.close(CLOSE_TIMEOUT_S)
@@ -156,6 +176,7 @@ class Instance:
 
     def _accept(self, request: Any, arrival_s: float) -> None:
         live = LiveRequest(next(self._req_ids), request.get_response_sender())
+        command = None
         try:
             raw = read(request, arrival_s)
             live.triton_id, live.names_error_code = raw.triton_id, raw.names_error_code
@@ -164,13 +185,24 @@ class Instance:
             if command is not None:
                 self._obey(live, command)
             else:
+                self._begin(live)
                 self._check_health()
                 self._live.add(live)
                 self._poller.watch(live)
                 parser = self._long_parser if raw.num_bytes > LONG_BYTES else self._short_parser
                 parser.post(partial(self._parse_and_submit, live, raw), raw.num_bytes)
         except Exception as error:  # whatever it is, this client must hear of it
+            if command is None:
+                self._begin(live)
             self._post(live, partial(self._fail, live, error))
+
+    def _begin(self, live: LiveRequest) -> None:
+        if not live.is_counted:
+            live.is_counted = True
+            self._counts.begin()
+
+    def _num_unparsed(self) -> int:
+        return sum(live.answer is None for live in self._live.all())
 
     def _check_health(self) -> None:
         """What vllm_backend does under ENABLE_VLLM_HEALTH_CHECK, which `unload` stands for."""
@@ -199,7 +231,7 @@ class Instance:
                 return
             waited_ms = (time.monotonic() - raw.arrival_s) * 1000
             if waited_ms > self._config.queue_timeout_ms:
-                raise UnavailableError(
+                raise QueueTimeoutError(
                     f"the request waited {waited_ms:.0f} ms to be parsed > "
                     f"queue_timeout_ms={self._config.queue_timeout_ms:g}"
                 )
@@ -256,8 +288,12 @@ class Instance:
             raise RequestCancelledError("Request was cancelled")
         assert answer is not None, "the engine answered a request that was never submitted"
         reason = answer.add(output)
+        if output.token_id is not None:
+            self._counts.token(answer)
         if reason is not None:
-            self._close(live, part_response(answer.take(reason), answer.options))
+            is_cancelled = reason is FinishReason.CANCELLED
+            error = RequestCancelledError("with part of its text") if is_cancelled else None
+            self._close(live, part_response(answer.take(reason), answer.options), error)
         elif answer.options.stream:
             live.send(part_response(answer.take(None), answer.options))
 
@@ -294,7 +330,7 @@ class Instance:
         self._post(live, partial(self._close, live, response))
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
-        self._close(live, error_response(error, live.names_error_code))
+        self._close(live, error_response(error, live.names_error_code), error)
 
     def _cut_short(self, live: LiveRequest, cut_short: list[int]) -> None:
         """On the request's sender lane, so that it ends either way but once."""
@@ -303,9 +339,18 @@ class Instance:
             self._engine.cancel(live.req_id)
             self._fail(live, UnavailableError(STOPPING_MESSAGE))
 
-    def _close(self, live: LiveRequest, response: Any) -> None:
+    def _close(self, live: LiveRequest, response: Any, error: Exception | None = None) -> None:
+        """Send the last response; error: why it is no answer in full."""
         self._live.discard(live)
-        live.close(response)
+        is_first = not live.is_closed  # only this lane closes it
+        try:
+            live.close(response)
+        except Exception as failure:
+            error = failure
+            raise
+        finally:
+            if is_first and live.is_counted:
+                self._counts.end(error, live.answer, time.monotonic())
 
     def _post(self, live: LiveRequest, job: Job) -> None:
         self._senders[live.req_id % NUM_SENDERS].post(job)
@@ -335,4 +380,5 @@ class LoadProgress:
 def _engine_error(output: TokenOutput) -> FlowPrefillError:
     error = FlowPrefillError(output.error_message or "the engine gave no reason")
     error.code = output.error_code or FlowPrefillError.code
+    error.reject_reason = output.reject_reason
     return error

@@ -27,6 +27,8 @@ class LiveRequest:
         self.answer: Answer | None = None
         """Set before the request is submitted, None while it is being parsed."""
         self.names_error_code = False
+        self.is_counted = False
+        """It was begun in RequestCounts; control requests never are."""
         self._sender = sender
         self._lock = threading.Lock()
         self._is_closed = False

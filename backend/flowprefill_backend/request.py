@@ -42,6 +42,7 @@ class LoraDisabledError(FlowPrefillError):
     """A LoRA adapter was asked for; the text is vllm_backend's."""
 
     code = "UNSUPPORTED"
+    reject_reason = "unsupported"
 
     def __init__(self) -> None:
         super().__init__("LoRA feature is not enabled.")

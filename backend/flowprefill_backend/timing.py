@@ -19,8 +19,11 @@ class RequestTiming:
         self.prefill: PrefillTiming | None = None
         """None before the first token."""
         self.num_output_tokens = 0
+        self.gap_s: float | None = None
+        """Between the last token and the one before; None before the second token."""
         self._arrival_s = arrival_s
         self._first_token_s: float | None = None
+        self._last_token_s = 0.0
         self._num_preemptions = 0
 
     @property
@@ -38,6 +41,10 @@ class RequestTiming:
         """The first token met its objective."""
         return self.ttft_s is not None and self.ttft_s <= self.slo.ttft_s
 
+    def age_s(self, now_s: float) -> float:
+        """Since its arrival."""
+        return now_s - self._arrival_s
+
     def note(self, output: TokenOutput, now_s: float) -> None:
         """Take an output of the engine that is about to be answered."""
         self._num_preemptions = max(self._num_preemptions, output.num_preemptions)
@@ -46,6 +53,9 @@ class RequestTiming:
             self.num_output_tokens += 1
             if self._first_token_s is None:
                 self._first_token_s = now_s
+            else:
+                self.gap_s = now_s - self._last_token_s
+            self._last_token_s = now_s
 
     def to_dict(self, now_s: float) -> dict[str, Any]:
         """The `timing` output of a request that ends now; None for what it never came to."""
@@ -54,7 +64,7 @@ class RequestTiming:
             "queue_s": _round(self.queue_s),
             "prefill_s": _round(prefill.device_s if prefill else None),
             "ttft_s": _round(self.ttft_s),
-            "e2e_s": _round(now_s - self._arrival_s),
+            "e2e_s": _round(self.age_s(now_s)),
             "num_preemptions": self._num_preemptions,
             "num_cached_tokens": prefill and prefill.num_cached_tokens,
             "num_output_tokens": self.num_output_tokens,

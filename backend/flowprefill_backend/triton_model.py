@@ -26,7 +26,9 @@ from flowprefill.server_log import (
 from flowprefill_backend import contract
 
 if TYPE_CHECKING:
+    from flowprefill.stats import EngineInfo
     from flowprefill_backend.instance import Instance
+    from flowprefill_backend.metrics_page import MetricsPage
 
 
 MAX_LOAD_ERROR_CHARS = 4_000
@@ -80,8 +82,6 @@ def load(args: Mapping[str, str]) -> Instance:
     config = config.with_absolute_paths(version_dir)
     for key in without_effect:
         log.log_info(f"[flowprefill] model.json: {key} has no effect here")
-    if contract.flag(model_config, "REPORT_CUSTOM_METRICS"):
-        log.log_info("[flowprefill] REPORT_CUSTOM_METRICS has no effect here")
     checks_health = contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK")
     return Instance(
         config,
@@ -89,7 +89,36 @@ def load(args: Mapping[str, str]) -> Instance:
         lambda on_output: EngineClient(config, on_output, _line_logger(log)),
         log,
         unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
+        make_page=lambda info: open_page(args, model_config, config, info),
     )
+
+
+def open_page(
+    args: Mapping[str, str], model_config: Mapping[str, Any], config: EngineConfig, info: EngineInfo
+) -> MetricsPage | None:
+    """The model's series on the server's metrics page; None if they are not wanted or cannot be."""
+    from flowprefill_backend import metric_families as families
+    from flowprefill_backend.metrics_page import MetricsPage
+
+    if not contract.flag(model_config, "REPORT_CUSTOM_METRICS", default=True):
+        return None
+    label_values = {
+        families.SLO_CLASS: (
+            families.NO_CLASS,
+            *(slo_class.name for slo_class in config.slo_classes),
+            families.UNKNOWN_CLASS,
+        ),
+        families.REASON: families.REJECT_REASONS,
+    }
+    try:
+        return MetricsPage(
+            families.make_families(info.max_model_len),
+            {"model": args["model_name"], "version": args["model_version"]},
+            label_values,
+        )
+    except pb_utils.TritonModelException as error:  # for one, a server built without metrics
+        pb_utils.Logger.log_warn(f"[flowprefill] the model has no metrics: {error}")
+        return None
 
 
 def follow_stop(instance: Instance, name: str, environ: Mapping[str, str]) -> None:

@@ -28,7 +28,11 @@ class Harness:
     """One loaded instance and its scripted engine."""
 
     def __init__(
-        self, tokenizer: Tokenizer, unload: Callable[[], object] | None = None, **config: Any
+        self,
+        tokenizer: Tokenizer,
+        unload: Callable[[], object] | None = None,
+        make_page: Callable[[Any], Any] = lambda info: None,
+        **config: Any,
     ) -> None:
         self.tokenizer = tokenizer
         self.log = fake_pb_utils.Logger
@@ -40,7 +44,7 @@ class Harness:
             return self.engine
 
         config = dataclasses.replace(CONFIG, **config)
-        self.instance = Instance(config, tokenizer, make_engine, self.log, unload)
+        self.instance = Instance(config, tokenizer, make_engine, self.log, unload, make_page)
 
     def send(
         self,

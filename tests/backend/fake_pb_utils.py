@@ -38,6 +38,7 @@ def install() -> ModuleType:
         InferenceResponse=InferenceResponse,
         TritonModelException=TritonModelException,
         Logger=Logger,
+        MetricFamily=MetricFamily,
     )
     sys.modules[name] = module
     return module
@@ -106,6 +107,47 @@ class Logger:
         cls.lines.append(utf8(message))
 
     log_warn = log_error = log_verbose = log_info
+
+
+class Metric:
+    """A series, with what the server allows of its kind."""
+
+    def __init__(self, kind: str, buckets: list[float] | None) -> None:
+        assert (buckets is not None) == (kind == MetricFamily.HISTOGRAM)
+        self._kind = kind
+        self.number = 0.0
+        self.observed: list[float] = []
+
+    def increment(self, by: float) -> None:
+        assert self._kind != MetricFamily.HISTOGRAM
+        assert by >= 0 or self._kind == MetricFamily.GAUGE
+        self.number += by
+
+    def set(self, value: float) -> None:
+        assert self._kind == MetricFamily.GAUGE
+        self.number = value
+
+    def observe(self, value: float) -> None:
+        assert self._kind == MetricFamily.HISTOGRAM
+        self.observed.append(value)
+
+
+class MetricFamily:
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    is_supported = True
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        if not self.is_supported:
+            raise TritonModelException("metrics not supported")
+        self.name = utf8(name)
+        self._kind = kind
+        self.series: dict[tuple[tuple[str, str], ...], Metric] = {}
+
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
+        key = tuple(sorted((utf8(k), utf8(v)) for k, v in labels.items()))
+        assert key not in self.series, "a series is created once"
+        self.series[key] = Metric(self._kind, buckets)
+        return self.series[key]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowprefill.engine_process import EngineState
-from flowprefill.errors import FlowPrefillError
+from flowprefill.errors import FlowPrefillError, UnavailableError
 from flowprefill.request import FinishReason, Logprob, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 
@@ -17,6 +17,9 @@ WAIT_S = 10.0
 class ScriptedEngine:
     def __init__(self, on_output: Callable[[TokenOutput], None], vocab_size: int) -> None:
         self.state = EngineState.READY
+        self.num_restarts = 0
+        self.now = EngineStats(num_decoding=3)
+        self.num_asked = 0
         self.is_closed = False
         self.submit_error: FlowPrefillError | None = None
         self.cancelled: list[int] = []
@@ -45,7 +48,10 @@ class ScriptedEngine:
             self._changed.notify_all()
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_decoding=3)
+        self.num_asked += 1
+        if self.state is not EngineState.READY:
+            raise UnavailableError("the engine restarts")
+        return self.now
 
     def close(self, drain_s: float = 0.0) -> None:
         self.is_closed = True
@@ -75,6 +81,14 @@ class ScriptedEngine:
         fields = {"logprob": -0.5, "top_logprobs": tops, **fields}
         self._on_output(TokenOutput(req_id, token_id, reason, **fields))
 
-    def end(self, req_id: int, reason: FinishReason, code: str = "", message: str = "") -> None:
+    def end(
+        self,
+        req_id: int,
+        reason: FinishReason,
+        code: str = "",
+        message: str = "",
+        reject_reason: str | None = None,
+    ) -> None:
         """An end without a token."""
-        self._on_output(TokenOutput(req_id, None, reason, error_code=code, error_message=message))
+        error = {"error_code": code, "error_message": message, "reject_reason": reject_reason}
+        self._on_output(TokenOutput(req_id, None, reason, **error))
