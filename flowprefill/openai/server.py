@@ -16,6 +16,8 @@ import uvicorn
 
 from flowprefill.openai.app import Endpoint, Settings, create_app
 
+_IDLE_CONNECTION_S = 75
+"""Longer than proxies and clients keep theirs: the side that closes first must not be this one."""
 _LAST_BYTES_S = 2.0
 """For what was answered to reach its clients, behind the last answer or the exit timeout."""
 
@@ -54,6 +56,7 @@ def make_server(endpoint: Endpoint, host: str, port: int) -> DrainingServer:
         port=port,
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=int(_LAST_BYTES_S),
     )
     return DrainingServer(config, endpoint)

@@ -1,0 +1,229 @@
+"""The whole endpoint in front of a scripted gRPC server that plays tritonserver."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from flowprefill.openai.app import Endpoint, Settings
+from flowprefill.openai.server import DrainingServer, make_server
+from tests.unit.test_client import FakeTriton
+
+WAIT_S = 10.0
+DECOUPLED = {"m": True, "facade": False}
+
+
+class FakeServer(FakeTriton):
+    """FakeTriton with a repository: `m`, and a facade that is not decoupled."""
+
+    def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        models = [{"name": name, "state": "READY"} for name in DECOUPLED]
+        return service_pb2.RepositoryIndexResponse(models=models)
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        answer = service_pb2.ModelConfigResponse()
+        answer.config.input.add(name="sampling_parameters")
+        answer.config.model_transaction_policy.decoupled = DECOUPLED[request.name]
+        return answer
+
+
+@dataclass
+class Running:
+    """The endpoint and what it stands in front of."""
+
+    fake: FakeServer
+    grpc_server: Any
+    endpoint: Endpoint
+    server: DrainingServer
+    thread: threading.Thread
+    port: int
+
+    def ask(
+        self, body: dict[str, Any] | bytes | None, path: str = "/v1/completions", **headers: str
+    ) -> tuple[int, Any]:
+        """Status, and JSON or the lines of a stream."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        data = json.dumps({"model": "m", **body}).encode() if isinstance(body, dict) else body
+        connection.request("GET" if data is None else "POST", path, data, headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        if response.getheader("content-type") == "application/json":
+            return response.status, json.loads(text)
+        return response.status, text.split("\n\n")
+
+    def send(self, body: dict[str, Any]) -> socket.socket:
+        """An open connection on which a request was sent."""
+        data = json.dumps({"model": "m", **body}).encode()
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition never held"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    fake = FakeServer()
+    grpc_server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, grpc_server)
+    grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_server.start()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    endpoint = Endpoint(Settings(f"127.0.0.1:{grpc_port}", keep_alive_s=0.02, exit_timeout_s=0.2))
+    server = make_server(endpoint, "127.0.0.1", port)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait_for(lambda: server.started and endpoint.models.is_ready)
+    yield Running(fake, grpc_server, endpoint, server, thread, port)
+    server.drain()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    grpc_server.stop(None).wait()
+
+
+def test_an_error_behind_the_first_text_is_an_event_and_no_done_follows(running: Running) -> None:
+    status, events = running.ask({"prompt": "late", "stream": True})
+    assert status == 200
+    first, error, end = events
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "so far "
+    assert json.loads(error.removeprefix("data: "))["error"]["message"] == "engine died"
+    assert end == ""
+
+
+def test_a_whole_stream_ends_with_usage_and_done(running: Running) -> None:
+    options = {"include_usage": True}
+    status, events = running.ask({"prompt": "hello", "stream": True, "stream_options": options})
+    assert (status, events[-2:]) == (200, ["data: [DONE]", ""])
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello ✓"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
+
+
+def test_a_stream_that_fails_first_is_a_status(running: Running) -> None:
+    for stream in (False, True):
+        status, answer = running.ask({"prompt": "bad", "stream": stream})
+        assert (status, answer["error"]["param"]) == (400, "ttft_slo_ms")
+
+
+def test_the_failure_of_one_choice_ends_the_others(running: Running) -> None:
+    status, answer = running.ask({"prompt": ["wait", "bad"], "request_id": "two"})
+    assert (status, answer["error"]["param"]) == (400, "ttft_slo_ms")
+    wait_for(lambda: running.fake.ended_early == ["cmpl-two-0"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_request(running: Running, stream: bool) -> None:
+    connection = running.send({"prompt": "wait", "stream": stream, "request_id": "gone"})
+    assert running.fake.live.acquire(timeout=WAIT_S)
+    connection.close()
+    wait_for(lambda: running.fake.ended_early == ["cmpl-gone"])
+    wait_for(lambda: running.endpoint.num_live == 0)
+
+
+def test_comments_come_while_nothing_else_does(running: Running) -> None:
+    connection = running.send({"prompt": "wait", "stream": True})
+    with connection, connection.makefile("rb") as received:
+        lines: list[bytes] = []
+        while lines.count(b": keep-alive\n") < 2:
+            lines.append(received.readline())
+    assert any(line.startswith(b"data: {") for line in lines)
+
+
+def test_objectives_of_body_and_headers_reach_the_model_and_the_body_wins(running: Running) -> None:
+    headers = {
+        **{"x-ttft-slo-ms": "300", "x-tbt-slo-ms": "40", "x-slo-class": "chat"},
+        **{"x-tenant": "blue", "x-request-id": "r1"},
+    }
+    assert running.ask({"prompt": "hello"}, **headers)[0] == 200
+    body = {"prompt": "hello", "ttft_slo_ms": 200.5, "slo_class": "document", "tenant": "red"}
+    assert running.ask(body, **headers)[0] == 200
+    sent = [
+        {
+            name: value.string_param or value.double_param
+            for name, value in request.parameters.items()
+            if name in ("ttft_slo_ms", "tbt_slo_ms", "slo_class", "tenant")
+        }
+        for request in running.fake.requests
+    ]
+    others = {"tbt_slo_ms": 40.0}
+    assert sent == [
+        {"ttft_slo_ms": 300.0, "slo_class": "chat", "tenant": "blue", **others},
+        {"ttft_slo_ms": 200.5, "slo_class": "document", "tenant": "red", **others},
+    ]
+    assert [request.id for request in running.fake.requests] == ["cmpl-r1"] * 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'"a"',
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"model": 7, "prompt": "hello"}',
+        b'{"prompt": "hello"}',
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": "hello", "tenant": "\\ud800"}',
+        b'{"model": "m", "prompt": "hello", "stream": "yes"}',
+        b'{"model": "m", "prompt": "hello", "seed": 1e400}',
+        b'{"model": "m", "prompt": "hello", "request_id": ""}',
+    ],
+)
+def test_a_body_that_is_no_request_is_a_400(running: Running, body: bytes) -> None:
+    status, answer = running.ask(body)
+    assert status == 400 and answer["error"]["message"]
+    assert running.fake.requests == []
+
+
+def test_only_decoupled_models_are_there(running: Running) -> None:
+    status, models = running.ask(None, "/v1/models")
+    assert (status, [card["id"] for card in models["data"]]) == (200, ["m"])
+    assert running.ask(None, "/v1/models/m")[0] == 200
+    assert running.ask(None, "/v1/models/facade")[0] == 404
+    assert running.ask({"model": "facade", "prompt": "hello"})[0] == 404
+
+
+def test_a_server_that_is_gone_is_a_503(running: Running) -> None:
+    assert running.ask(None, "/health")[0] == 200
+    running.grpc_server.stop(None).wait()
+    assert running.ask({"prompt": "hello"})[0] == 503
+    wait_for(lambda: running.ask(None, "/health")[0] == 503)
+
+
+def test_draining_refuses_what_is_new_and_ends_what_takes_too_long(running: Running) -> None:
+    connection = running.send({"prompt": "wait", "stream": True})
+    with connection, connection.makefile("rb") as received:
+        assert running.fake.live.acquire(timeout=WAIT_S)
+        running.server.drain()
+        status, answer = running.ask({"prompt": "hello"})
+        assert (status, answer["error"]["message"]) == (503, "the server is stopping")
+        assert running.ask(None, "/health")[0] == 503
+        running.thread.join(WAIT_S)
+        assert not running.thread.is_alive()
+        received.read()
