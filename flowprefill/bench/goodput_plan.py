@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from flowprefill.bench.compared import BASELINE, CHUNK_SIZES, COMMON_CHUNK
 from flowprefill.bench.crossing import crossing, search, snap
 from flowprefill.bench.goodput_outcomes import TARGET
 from flowprefill.bench.goodput_runs import Cell
@@ -20,16 +21,11 @@ from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.platform import Platform
-from flowprefill.simulator.replay import Replay, Setup, arrivals_of, at_load, offered_load
+from flowprefill.simulator.replay import Replay, Setup, arrivals_of, at_load, rate_at_load_1
 from flowprefill.workload import Objective, TraceRequest
 
 T = TypeVar("T")
 
-FULL_CHUNKS = (256, 512, 1024, 2048, 4096, 8192)
-"""Chunk sizes at the trace's own lengths."""
-COMMON_CHUNK = 2048
-"""What a server is most often set to."""
-BASELINE = "fcfs/whole"
 POLICY_CHUNKS = {"s-edf": 1, "goodput": 2, "srpt": 1}
 """Policies that are measured, and at how many of their chunk sizes, the best ones by simulation."""
 
@@ -53,9 +49,7 @@ class GoodputPlan:
     @property
     def rate_at_load_1(self) -> float:
         """Requests per second."""
-        requests = self.window.requests
-        load = offered_load(requests, self.platform)
-        return (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s) / load
+        return rate_at_load_1(self.window.requests, self.platform)
 
     def offered(
         self, load: float, slo_scale: float = 1.0
@@ -109,7 +103,7 @@ def _default_cells(guess: Guess, length_scale: float) -> list[Cell]:
     """First come first served, and each policy at tile, at its best chunks and the common one."""
     cells = [_parse_cell(BASELINE)]
     for policy, num_chunks in POLICY_CHUNKS.items():
-        chunks = [Cell(policy, _chunk(size, length_scale)) for size in FULL_CHUNKS]
+        chunks = [Cell(policy, _chunk(size, length_scale)) for size in CHUNK_SIZES]
         chunks.sort(key=lambda cell: -guess.loads(cell)[0])
         common = Cell(policy, common_chunk(length_scale))
         cells += dict.fromkeys([Cell(policy, "tile"), *chunks[:num_chunks], common])

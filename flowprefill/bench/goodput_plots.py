@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowprefill.bench.compared import BASELINE
 from flowprefill.bench.goodput import SCALE_LOAD, TIMELINE_CELL, TIMELINE_REQUESTS
 from flowprefill.bench.goodput_outcomes import TARGET, CellResult, Outcome, ttft_by_class
-from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
+from flowprefill.bench.goodput_plan import GoodputPlan, common_chunk
 from flowprefill.bench.goodput_runs import Cell, GoodputRuns
 
 if TYPE_CHECKING:

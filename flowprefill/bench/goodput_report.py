@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flowprefill.bench.compared import BASELINE, best_cell, compared_cells
 from flowprefill.bench.crossing import bootstrap, crossing
 from flowprefill.bench.goodput import SCALE_LOAD
 from flowprefill.bench.goodput_outcomes import (
@@ -16,7 +17,7 @@ from flowprefill.bench.goodput_outcomes import (
     ttft_by_class,
     worst_class_attainment,
 )
-from flowprefill.bench.goodput_plan import BASELINE, GoodputPlan, common_chunk
+from flowprefill.bench.goodput_plan import GoodputPlan, common_chunk
 from flowprefill.bench.goodput_runs import Cell
 from flowprefill.metrics import percentile
 from flowprefill.replay.records import MAX_SEND_LAG_S
@@ -46,8 +47,8 @@ def summarise(plan: GoodputPlan, results: Results, seed: int) -> dict[str, Any]:
         cell: _max_tightness(result) for cell, result in results.items() if result.by_tightness
     }
     everything = range(num_blocks)
-    best = max(overall, key=lambda cell: overall[cell](everything))
-    ratios = _ratios(plan, overall, every_class, tightness, best)
+    best = Cell.parse(best_cell({cell.name: overall[cell](everything) for cell in overall}))
+    ratios = _ratios(plan, overall, every_class, tightness)
     rate = plan.rate_at_load_1
     max_loads = {c.name: estimate(v) for c, v in overall.items()}
     return {
@@ -90,32 +91,22 @@ def _ratios(
     overall: Mapping[Cell, Value],
     every_class: Mapping[Cell, Value],
     tightness: Mapping[Cell, Value],
-    best: Cell,
 ) -> dict[str, Value]:
     """Ratios of highest loads, block by block: those whose cells were measured."""
     everything = range(plan.num_blocks)
     baseline, s_edf = Cell.parse(BASELINE), Cell("s-edf", "tile")
-    chunks = [c for c in overall if c.policy == best.policy and c.granularity.startswith("chunk")]
-    common = Cell(best.policy, common_chunk(plan.length_scale))
+    loads = {cell.name: value(everything) for cell, value in overall.items()}
     ratios = {
-        "ratio_to_fcfs": _ratio(overall, s_edf, baseline),
-        "ratio_to_fcfs_every_class": _ratio(every_class, s_edf, baseline),
-        "ratio_to_chunk_2048": _ratio(overall, best, common),
+        name: ratio_of(overall[Cell.parse(above)], overall[Cell.parse(below)])
+        for name, (above, below) in compared_cells(loads, common_chunk(plan.length_scale)).items()
     }
-    if chunks and best not in chunks:
-        best_chunk = max(chunks, key=lambda cell: overall[cell](everything))
-        ratios["ratio_to_own_best_chunk"] = _ratio(overall, best, best_chunk)
+    if s_edf in every_class and baseline in every_class:
+        ratios["ratio_to_fcfs_every_class"] = ratio_of(every_class[s_edf], every_class[baseline])
     tight_chunks = [c for c in tightness if c.granularity.startswith("chunk")]
     if s_edf in tightness and tight_chunks:
         tightest = max(tight_chunks, key=lambda cell: tightness[cell](everything))
-        ratios["slo_scale_ratio_to_best_chunk"] = _ratio(tightness, tightest, s_edf)
-    return {name: ratio for name, ratio in ratios.items() if ratio}
-
-
-def _ratio(values: Mapping[Cell, Value], above: Cell, below: Cell) -> Value | None:
-    if above not in values or below not in values or above == below:
-        return None
-    return ratio_of(values[above], values[below])
+        ratios["slo_scale_ratio_to_best_chunk"] = ratio_of(tightness[tightest], tightness[s_edf])
+    return ratios
 
 
 def ratio_of(above: Value, below: Value) -> Value:

@@ -260,7 +260,8 @@ def _start_theirs(spec: PeerSpec, conditions: Conditions) -> Iterator[Running]:
 
 def _peer_guess(plan: GoodputPlan, describe: Callable[[str], None]) -> tuple[float, float]:
     """Most serve by arrival; none of them leaves a step."""
-    from flowprefill.bench.goodput_plan import BASELINE, Guess
+    from flowprefill.bench.compared import BASELINE
+    from flowprefill.bench.goodput_plan import Guess
     from flowprefill.bench.goodput_runs import Cell
 
     return Guess(plan.window, plan.platform, describe).loads(Cell.parse(BASELINE))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.compared import CHUNK_SIZES
 from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
 from flowprefill.bench.report import describe_run, print_json
 from flowprefill.config import POLICIES, EngineConfig
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from flowprefill.bench.simulate_plan import Plan
     from flowprefill.simulator.platform import Platform
 
-CHUNKS = tuple(f"chunk:{size}" for size in (256, 512, 1024, 2048, 4096, 8192))
-GRANULARITIES = ("whole", *CHUNKS, "layer", "op", "tile")
+GRANULARITIES = ("whole", *(f"chunk:{size}" for size in CHUNK_SIZES), "layer", "op", "tile")
 CPU_LENGTH_DIVISOR = 8.0
 """A CPU prefills the prompts of most traces at an eighth of their lengths in bearable time."""
 

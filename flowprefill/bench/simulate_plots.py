@@ -20,8 +20,8 @@ from flowprefill.bench.simulate_plan import Cell, Plan, take_window
 from flowprefill.granularity import Granularity
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.recorder import RecordedReplay
-from flowprefill.simulator.replay import Replay, Setup, at_load, offered_load
-from flowprefill.workload import Objective, spread_ticks
+from flowprefill.simulator.replay import Replay, Setup, at_load, rate_at_load_1
+from flowprefill.workload import Objective
 
 CELLS = (
     "fcfs/whole",
@@ -129,9 +129,7 @@ def _make(kind: type[_Kind], plan: Plan, cell: Cell, load: float, slo_scale: flo
 
 def window_facts(plan: Plan, path: Path, seed: int) -> WindowFacts:
     """Runs in a process of its own."""
-    requests = spread_ticks(take_window(plan, path, seed).requests)
-    span_s = requests[-1].arrival_s - requests[0].arrival_s
-    rate = (len(requests) - 1) / span_s / offered_load(requests, plan.platform)
+    rate = rate_at_load_1(take_window(plan, path, seed).requests, plan.platform)
     cell = Cell(path, seed, "fcfs", "whole")  # any: nothing is run
 
     def bound(load: float, slo_scale: float) -> float | None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flowprefill.bench.compared import COMMON_CHUNK, best_cell, compared_cells
 from flowprefill.bench.crossing import bootstrap
 from flowprefill.bench.simulate_plan import Cell, Plan, take_window
 from flowprefill.simulator.measures import Measures, max_load_of_any_schedule
-from flowprefill.simulator.replay import offered_load
-from flowprefill.workload import spread_ticks
+from flowprefill.simulator.replay import rate_at_load_1
 
 _SHARES_OF = {"max_load_90": "max_rate_90", "max_load_90_every_class": "max_rate_90_every_class"}
-_COMMON_CHUNK = "chunk:2048"
 
 Loads = Mapping[str, Sequence[float]]
 """Highest load with 90% on time by `policy/granularity`, one for each window."""
@@ -26,7 +24,7 @@ def rates_and_ratios(plan: Plan, samples: Mapping[Cell, Measures]) -> dict[str, 
     tile to fcfs with whole prefills, the best policy at tile to its best chunk and to chunk 2,048.
     """
     windows = [(path, seed) for path in plan.traces for seed in range(plan.num_seeds)]
-    rates = [_rate_at_load_1(plan, path, seed) for path, seed in windows]
+    rates = [rate_at_load_1(take_window(plan, *w).requests, plan.platform) for w in windows]
     result: dict[str, Any] = {}
     loads: dict[str, Loads] = {}
     for measure, name in _SHARES_OF.items():
@@ -50,31 +48,12 @@ def _bound(plan: Plan) -> float | None:
     return round(float(np.mean(known)), 4) if len(known) == len(found) else None
 
 
-def _rate_at_load_1(plan: Plan, path: Path, seed: int) -> float:
-    """Requests per second that keep the platform just busy."""
-    requests = spread_ticks(take_window(plan, path, seed).requests)
-    span_s = requests[-1].arrival_s - requests[0].arrival_s
-    return len(requests) / span_s / offered_load(requests, plan.platform)
-
-
 def ratios(loads: Loads) -> dict[str, Any]:
-    """Ratios of mean loads, each with the ends of its 95% interval; those that can be had."""
-    tiles = [cell for cell in loads if cell.endswith("/tile")]
-    result: dict[str, Any] = {}
-    if {"s-edf/tile", "fcfs/whole"} <= loads.keys():
-        result["ratio_to_fcfs"] = _ratio(loads["s-edf/tile"], loads["fcfs/whole"])
-    if not tiles:
-        return result
-    best = max(tiles, key=lambda cell: float(np.mean(loads[cell])))
-    policy = best.partition("/")[0]
-    result["best"] = best
-    chunks = [cell for cell in loads if cell.startswith(f"{policy}/chunk")]
-    if chunks:
-        best_chunk = max(chunks, key=lambda cell: float(np.mean(loads[cell])))
-        result["ratio_to_own_best_chunk"] = _ratio(loads[best], loads[best_chunk])
-    if f"{policy}/{_COMMON_CHUNK}" in loads:
-        result["ratio_to_chunk_2048"] = _ratio(loads[best], loads[f"{policy}/{_COMMON_CHUNK}"])
-    return result
+    """The best cell, and ratios of mean loads, each with the ends of its 95% interval."""
+    means = {cell: float(np.mean(found)) for cell, found in loads.items()}
+    pairs = compared_cells(means, f"chunk:{COMMON_CHUNK}")
+    found = {name: _ratio(loads[above], loads[below]) for name, (above, below) in pairs.items()}
+    return {"best": best_cell(means), **found}
 
 
 def _ratio(above: Sequence[float], below: Sequence[float]) -> list[float]:

@@ -205,6 +205,12 @@ def offered_load(requests: Sequence[TraceRequest], platform: Platform = PAPER_PL
     return work_s / span_s
 
 
+def rate_at_load_1(requests: Sequence[TraceRequest], platform: Platform = PAPER_PLATFORM) -> float:
+    """Requests per second with which they offer a load of 1, see offered_load."""
+    cost = platform.cost(Granularity("whole"))
+    return len(requests) / sum(cost.prefill_s(request.input_tokens) for request in requests)
+
+
 def at_load(
     requests: Sequence[TraceRequest], load: float, platform: Platform = PAPER_PLATFORM
 ) -> list[TraceRequest]:

@@ -8,12 +8,14 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from flowprefill.bench.compared import best_cell, compared_cells
 from flowprefill.bench.crossing import (
     MAX_LOAD,
     MIN_LOAD,
@@ -103,6 +105,32 @@ class TestCrossing:
             widths.append(high - low)
         assert widths[1] < widths[0] / 2
         assert bootstrap(lambda indices: 3.0, 10, seed=0) == (3.0, 3.0)
+
+
+class TestCompared:
+    LOADS: ClassVar = {
+        "fcfs/whole": 0.3,
+        "s-edf/tile": 1.0,
+        "goodput/tile": 1.1,
+        "goodput/chunk:32": 1.2,
+        "goodput/chunk:256": 0.8,
+        "srpt/chunk:32": 2.0,
+    }
+
+    def test_what_is_preempted_anywhere_is_set_against_its_own_chunks(self) -> None:
+        """Also where a chunk is better: that must show."""
+        assert best_cell(self.LOADS) == "goodput/tile"
+        assert compared_cells(self.LOADS, "chunk:256") == {
+            "ratio_to_fcfs": ("s-edf/tile", "fcfs/whole"),
+            "ratio_to_chunk_2048": ("goodput/tile", "goodput/chunk:256"),
+            "ratio_to_own_best_chunk": ("goodput/tile", "goodput/chunk:32"),
+        }
+
+    def test_what_was_not_measured_has_no_ratio(self) -> None:
+        loads = {"fcfs/whole": 0.3, "srpt/chunk:32": 2.0}
+        assert best_cell(loads) == "srpt/chunk:32"
+        assert compared_cells(loads, "chunk:256") == {}
+        assert compared_cells({"srpt/chunk:256": 2.0}, "chunk:256") == {}
 
 
 class TestObjectives:

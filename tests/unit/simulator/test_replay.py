@@ -11,7 +11,14 @@ from flowprefill.granularity import Granularity
 from flowprefill.simulator import measures
 from flowprefill.simulator.measures import LOADS, SLO_SCALES, bisect_last, measure
 from flowprefill.simulator.platform import PAPER_PLATFORM
-from flowprefill.simulator.replay import Replay, Setup, Target, at_load, offered_load
+from flowprefill.simulator.replay import (
+    Replay,
+    Setup,
+    Target,
+    at_load,
+    offered_load,
+    rate_at_load_1,
+)
 from flowprefill.workload import (
     TraceError,
     TraceRequest,
@@ -51,8 +58,9 @@ def on_time(replay: Replay, requests: list[TraceRequest]) -> dict[str, list[bool
 def test_load_one_keeps_the_device_just_busy() -> None:
     requests = at_load(QWEN, 1.0)
     assert offered_load(requests) == pytest.approx(1.0)
-    replay = Replay(requests, setup("fcfs", "whole")).run_all()
     span_s = requests[-1].arrival_s - requests[0].arrival_s
+    assert rate_at_load_1(requests) == pytest.approx(len(requests) / span_s)
+    replay = Replay(requests, setup("fcfs", "whole")).run_all()
     assert replay.counters.busy_s == pytest.approx(span_s, rel=0.03)
 
 

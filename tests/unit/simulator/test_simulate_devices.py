@@ -124,7 +124,7 @@ def test_a_table_has_the_keys_of_the_benchmark_on_the_engine() -> None:
 
 
 def test_ratios_are_of_what_was_measured() -> None:
-    assert ratios({"edf/op": [1.0, 2.0]}) == {}
+    assert ratios({"edf/op": [1.0, 2.0]}) == {"best": "edf/op"}
     found = ratios({"edf/tile": [2.0, 4.0], "edf/chunk:512": [1.0, 2.0], "srpt/tile": [0.1, 0.1]})
     assert found == {"best": "edf/tile", "ratio_to_own_best_chunk": [2.0, 2.0, 2.0]}
 
