@@ -63,10 +63,12 @@ class Cluster:
             self.wait_state(number, "UP")
 
     def _start_haproxy(self) -> None:
-        self.grpc_port, self.http_port, self.stats_port, self._admin_port = free_ports(4)
+        ports = free_ports(5)
+        self.grpc_port, self.http_port, self.stats_port, self._admin_port, openai_port = ports
         binds = {
             "GRPC_BIND": self.grpc_port,
             "HTTP_BIND": self.http_port,
+            "OPENAI_BIND": openai_port,
             "STATS_BIND": self.stats_port,
             "ADMIN_BIND": self._admin_port,
         }

@@ -13,7 +13,7 @@ import pytest
 from flowprefill_client import Client, Completion, ServerError
 from tests.e2e.cluster import NUM_SERVERS, Cluster
 from tests.e2e.conftest import MODEL, wait_for
-from tests.e2e.system_tools import system_tool
+from tests.system_tools import system_tool
 
 NUM_TOKENS = 24
 NUMBERS = range(1, NUM_SERVERS + 1)
