@@ -8,8 +8,7 @@ stands the same engine without its server, as `bench goodput` measures it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from flowprefill.bench.goodput_outcomes import CellResult, Outcome, OutcomeStore
     from flowprefill.bench.goodput_plan import GoodputPlan
     from flowprefill.bench.goodput_runs import Cell
-    from flowprefill.bench.peers.spec import Conditions, PeerSpec
+    from flowprefill.bench.peers.spec import Conditions
     from flowprefill.bench.server_report import Results
-    from flowprefill.bench.server_runs import Contender, Running
+    from flowprefill.bench.server_runs import Contender
     from flowprefill.config import EngineConfig
 
 DEFAULT_CELLS = "goodput/tile,s-edf/tile"
@@ -46,7 +45,7 @@ def run(
             help="Load at which to begin with a peer; default: that of fcfs/whole by simulation.",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 200,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 150,
     blocks: Annotated[
         int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
     ] = 10,
@@ -75,7 +74,9 @@ def run(
 
     from flowprefill.bench.goodput_outcomes import OutcomeStore
     from flowprefill.bench.goodput_plan import make_plan
+    from flowprefill.bench.goodput_runs import with_cell
     from flowprefill.bench.peers.spec import read_peers
+    from flowprefill.bench.server_contenders import our_contender, peer_contender
     from flowprefill.bench.server_report import make_tables, summarise
     from flowprefill.bench.simulate_plan import Plan
     from flowprefill.bench.this_cpu import this_cpu
@@ -108,12 +109,15 @@ def run(
         store = OutcomeStore(records, key=f"servers {config} {seed} {facts}")
         engines = measure_engines(config, plan, seed, progress, store)
         contenders = [
-            _ours(config, cell, _highest(engines[engine_name(cell)])) for cell in plan.guesses
+            our_contender(
+                server_name(cell), with_cell(config, cell), _highest(engines[engine_name(cell)])
+            )
+            for cell in plan.guesses
         ]
         if peers:
             loads = (peer_load, peer_load) if peer_load else _peer_guess(plan, progress.describe)
             conditions = _conditions(config, plan, progress)
-            contenders += [_theirs(peer, conditions, loads) for peer in peers]
+            contenders += [peer_contender(peer, conditions, loads) for peer in peers]
         results = measure_servers(config, plan, contenders, rounds, seed, progress, store)
     ours = [*map(engine_name, plan.guesses), *map(server_name, plan.guesses)]
     results = replace(results, by_name={**engines, **results.by_name})
@@ -215,47 +219,6 @@ def _highest(result: CellResult) -> tuple[float, float]:
         for measure_of in (attainment, worst_class_attainment)
     )
     return overall, every_class
-
-
-def _ours(config: EngineConfig, cell: Cell, guesses: tuple[float, float]) -> Contender:
-    from flowprefill.bench.goodput_runs import with_cell
-    from flowprefill.bench.server_runs import Contender
-
-    start = partial(_start_ours, with_cell(config, cell))
-    return Contender(server_name(cell), start, guesses)
-
-
-@contextlib.contextmanager
-def _start_ours(config: EngineConfig) -> Iterator[Running]:
-    from flowprefill.bench.server_runs import Running
-    from flowprefill.bench.servers import model_name, serve_policies
-    from flowprefill.replay.targets import GrpcTarget
-    from flowprefill.version import __version__
-    from flowprefill_client import Client
-
-    model = model_name(config.policy)
-    with serve_policies(config, [config.policy]) as url, Client(url, model) as client:
-        version = f"flowprefill {__version__}"
-        yield Running(version, lambda: GrpcTarget(url, model), client.engine_stats)
-
-
-def _theirs(spec: PeerSpec, conditions: Conditions, guesses: tuple[float, float]) -> Contender:
-    from flowprefill.bench.server_runs import Contender
-
-    return Contender(spec.name, partial(_start_theirs, spec, conditions), guesses)
-
-
-@contextlib.contextmanager
-def _start_theirs(spec: PeerSpec, conditions: Conditions) -> Iterator[Running]:
-    from flowprefill.bench.peers.servers import MODEL_NAME, sends_priority, serve_peer
-    from flowprefill.bench.server_runs import Running
-    from flowprefill.replay.http_targets import OpenAITarget
-
-    with serve_peer(spec, conditions) as server:
-        make_target = partial(
-            OpenAITarget, server.url, MODEL_NAME, send_priority=sends_priority(spec)
-        )
-        yield Running(server.version, make_target)
 
 
 def _peer_guess(plan: GoodputPlan, describe: Callable[[str], None]) -> tuple[float, float]:

@@ -22,7 +22,6 @@ from flowprefill.replay.prompts import PromptMaker
 from flowprefill.replay.records import ReplayRecord
 from flowprefill.replay.run import Replayer
 from flowprefill.replay.targets import Target
-from flowprefill.simulator.replay import at_load
 from flowprefill.workload import Objective
 
 MOMENTS = (0.1, 0.5, 0.9)
@@ -103,10 +102,8 @@ class ServerRuns:
     def _replay(self, contender: Contender, load: float) -> list[Outcome]:
         running = self._running(contender)
         self._progress.describe(f"{contender.name} at load {load:.3g}")
-        window = self._plan.window
-        requests = at_load(window.requests, load, self._plan.platform)
         before = running.stats() if running.stats else {}
-        records = _send(running, plan_replay(requests, window.objectives), self._prompts)
+        records = _send(running, plan_replay(*self._plan.offered(load)), self._prompts)
         after = running.stats() if running.stats else {}
         outcomes = [outcome_of(block) for block in self._plan.blocks(records)]
         for name in ("num_preemptions", "num_decisions"):

