@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -34,7 +35,8 @@ def peer_contender(
     spec: PeerSpec, conditions: Conditions, guesses: tuple[float, float]
 ) -> Contender:
     """One of another project."""
-    return Contender(spec.name, partial(_start_peer, spec, conditions), guesses)
+    settings = json.dumps({"worker": spec.worker, **spec.options}, sort_keys=True)
+    return Contender(spec.name, partial(_start_peer, spec, conditions), guesses, settings)
 
 
 @contextlib.contextmanager

@@ -89,6 +89,11 @@ def run(
         "blocks": blocks,
         "length_divisor": length_divisor,
         "output_tokens": output_tokens,
+    }
+    run_facts = {
+        **describe_run(config, seed),
+        **facts,
+        "rounds": rounds,
         "peers": {peer.name: {"worker": peer.worker, **peer.options} for peer in peers},
     }
     with bench_progress(None) as progress:
@@ -124,9 +129,7 @@ def run(
     result = summarise(plan, results, ours, [peer.name for peer in peers], seed)
     for table in make_tables(plan, result):
         Console(width=150).print(table)
-    print_json(
-        {**result, "run": {**describe_run(config, seed), **facts, "rounds": rounds}}, json_out
-    )
+    print_json({**result, "run": run_facts}, json_out)
 
 
 def engine_name(cell: Cell) -> str:

@@ -54,6 +54,13 @@ class Contender:
     start: Callable[[], AbstractContextManager[Running]]
     guesses: tuple[float, float]
     """The loads expected to be its highest: overall, and with every class."""
+    settings: str = ""
+    """What its outcomes depend on and its name need not say."""
+
+    @property
+    def key(self) -> str:
+        """Under which outcomes are kept."""
+        return f"{self.name} {self.settings}".rstrip()
 
 
 class ServerRuns:
@@ -77,13 +84,13 @@ class ServerRuns:
 
     def measure(self, contender: Contender, load: float) -> list[Outcome]:
         """The outcome of each block."""
-        point = Point(contender.name, load)
+        point = Point(contender.key, load)
         return self._once(point, lambda: self._replay(contender, load))
 
     def meet(self, contender: Contender, rounds: int) -> list[Outcome]:
         """A short prompt behind a long one: an outcome of each round, with the classes
         `short alone`, `long alone`, and `short at 10%`, `long at 10%` and so on."""
-        point = Point(f"{contender.name}, short behind long, {rounds} rounds", 0.0)
+        point = Point(f"{contender.key}, short behind long, {rounds} rounds", 0.0)
         return self._once(point, lambda: [self._round(contender) for _ in range(rounds)])
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def test_a_server_is_measured_once_and_ends(
     assert again.measure(peer, 1.0) == outcomes
     assert again.meet(peer, 1) == rounds
     assert again.versions == {}  # it was not started
+    other = dataclasses.replace(peer, settings='{"max_num_seqs": 1}')
+    assert other.key != peer.key  # what has its name alone is not its outcome
 
 
 def test_a_server_that_counts_other_tokens_is_refused(
