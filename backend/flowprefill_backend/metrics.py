@@ -119,11 +119,13 @@ class Metrics:
         self, counts: Counter[Series], observations: list[tuple[Series, float]]
     ) -> None:
         self._totals.update(counts)
-        for series, by in counts.items():
-            if by:
-                self._page.increment(by, *series)
         for series, value in observations:
             self._page.observe(value, *series)
+        # What adds up comes last and together: hardly any page is fetched in between.
+        for series in sorted(counts, key=lambda series: series[0] in (STARTED, *ENDED)):
+            if counts[series]:
+                self._page.increment(counts[series], *series)
+        self._page.set(self._num_live, "flowprefill_requests_live")
         for series, judged in self._totals.items():
             if series[0] == JUDGED:
                 ratio = self._totals[(ON_TIME, series[1])] / judged
@@ -148,13 +150,12 @@ class Metrics:
 
     def _gauges(self, stats: EngineStats | None) -> Iterator[tuple[float, Series]]:
         """Without an engine nothing runs, and what is live waits for it."""
-        num_live, used, num_blocks = self._num_live, 0, self._info.num_kv_blocks
-        num_waiting, num_running, num_bytes = num_live, 0, 0
+        used, num_blocks = 0, self._info.num_kv_blocks
+        num_waiting, num_running, num_bytes = self._num_live, 0, 0
         if stats is not None:
             num_waiting = stats.num_waiting + self._num_unparsed()
             num_running = stats.num_prefilling + stats.num_decoding
             used, num_bytes = stats.num_kv_blocks_used, stats.pass_bytes
-        yield num_live, ("flowprefill_requests_live",)
         yield num_waiting, ("vllm:num_requests_waiting",)
         yield num_running, ("vllm:num_requests_running",)
         yield used / num_blocks, ("vllm:kv_cache_usage_perc",)
