@@ -57,6 +57,11 @@ class Admission:
         """Prompt tokens of the requests that wait."""
         return self._num_tokens
 
+    @property
+    def waiting_prefill_s(self) -> float:
+        """Predicted prefill of the requests that wait, seconds."""
+        return abs(self._prefill_s)  # a sum of none may be a little below 0
+
     def admit(self, req_id: int, num_tokens: int, arrival_s: float, prefill_s: float) -> None:
         """Note that a request waits; an id is used once. prefill_s: its predicted prefill, seconds.
 
@@ -108,6 +113,6 @@ class Admission:
             return
         message = (
             f"{QUEUE_FULL} ({bound}): {len(self._waiting)} requests with {self._num_tokens} "
-            f"prompt tokens wait, about {abs(self._prefill_s):.1f} s of prefill"
+            f"prompt tokens wait, about {self.waiting_prefill_s:.1f} s of prefill"
         )
-        raise QueueFullError(with_retry_after(message, self._prefill_s))
+        raise QueueFullError(with_retry_after(message, self.waiting_prefill_s))

@@ -21,6 +21,7 @@ from flowprefill.errors import (
 from flowprefill.executor.sampler import Sampled, SamplingState
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.request import FinishReason, PrefillTiming, Request, TokenOutput
+from flowprefill.retry_after import with_retry_after
 from flowprefill.stats import EngineCounters
 from flowprefill.waiting_room import WaitingRoom
 
@@ -159,9 +160,9 @@ class RequestBook:
         """Answer a request that waited too long. The engine thread forgets it when it can."""
         self._counters.timed_out += 1
         self._on_timeout(req_id)
-        limit = f"queue_timeout_ms={self._queue_timeout_ms:g}"
-        error = QueueTimeoutError(f"the request did not start within {limit}")
-        self._send_end(req_id, FinishReason.ERROR, error)
+        message = f"the request did not start within queue_timeout_ms={self._queue_timeout_ms:g}"
+        message = with_retry_after(message, self._waiting_room.waiting_prefill_s)
+        self._send_end(req_id, FinishReason.ERROR, QueueTimeoutError(message))
 
     def _end(
         self, req_id: int, reason: FinishReason, error: FlowPrefillError | None = None

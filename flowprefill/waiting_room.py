@@ -50,6 +50,12 @@ class WaitingRoom:
         with self._changed:
             return req_id in self._admission
 
+    @property
+    def waiting_prefill_s(self) -> float:
+        """As Admission.waiting_prefill_s; may be asked within on_timeout."""
+        with self._changed:
+            return self._admission.waiting_prefill_s
+
     def close(self) -> None:
         """Nobody is timed out any more."""
         with self._changed:

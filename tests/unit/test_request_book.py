@@ -141,9 +141,19 @@ def test_who_waited_too_long_cannot_start(desk: Desk) -> None:
     assert not desk.book.start(1)
     assert desk.timed_out == [1]
     assert desk.ends() == [(1, FinishReason.ERROR, "UNAVAILABLE")]
-    message = "the request did not start within queue_timeout_ms=5000"
+    message = "the request did not start within queue_timeout_ms=5000; try again in 0.0 s"
     assert desk.outputs[0].error_message == message
     assert desk.counted() == (1, 0, 0, 1, 0)
+
+
+def test_who_waited_too_long_hears_how_much_prefill_still_waits(desk: Desk) -> None:
+    desk.take_in(1)
+    desk.pass_time(QUEUE_TIMEOUT_S / 2)
+    for req_id in (2, 3, 4):
+        desk.take_in(req_id)  # 0.1 s each
+    desk.pass_time(QUEUE_TIMEOUT_S / 2)
+    assert not desk.book.start(1)
+    assert (desk.outputs[0].error_message or "").endswith("; try again in 0.3 s")
 
 
 def test_who_has_started_never_times_out_and_may_start_again(desk: Desk) -> None:
