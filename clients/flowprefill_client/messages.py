@@ -109,7 +109,7 @@ def _encode_prompt(prompt: Prompt) -> tuple[str, str | None]:
     """The text that is sent, and its format; None = a text as it is."""
     if isinstance(prompt, str):
         return prompt, None
-    is_messages = any(isinstance(item, Mapping) for item in prompt)
+    is_messages = len(prompt) > 0 and isinstance(prompt[0], Mapping)
     text = json.dumps(list(prompt), ensure_ascii=False, separators=(",", ":"))
     return text, "messages" if is_messages else "token_ids"
 

@@ -15,7 +15,11 @@ from flowprefill.openai.errors import ApiError
 from flowprefill.openai.schemas import GenerationRequest
 from flowprefill.openai.translate import Generation, unknown_fields
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
+"""Over a million token ids. Parsing so many holds others up for a tenth of a second or two, so much
+text for hundredths."""
+_MAX_DISCARDED_BYTES = 2**28
+"""What is over the limit is read up to here: clients look for an answer once they have sent all."""
 _LARGE_BYTES = 2**16
 """A larger body takes milliseconds to parse: on a thread, so that others do not wait for it."""
 _MAX_NAMES = 100
@@ -27,15 +31,22 @@ RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
 async def read_body(request: Request) -> bytes:
-    """All of it. Raises ApiError 413 for more than MAX_BODY_BYTES, before it is read if known."""
+    """All of it. Raises ApiError 413 for more than MAX_BODY_BYTES."""
     announced = request.headers.get("content-length", "0")
-    if announced.isdigit():
-        _check_size(int(announced))
-    chunks, num_bytes = [], 0
+    if announced.isdigit() and int(announced) > _MAX_DISCARDED_BYTES:
+        raise _too_large(int(announced))
+    chunks: list[bytes] = []
+    num_bytes = 0
     async for chunk in request.stream():
         num_bytes += len(chunk)
-        _check_size(num_bytes)
-        chunks.append(chunk)
+        if num_bytes > _MAX_DISCARDED_BYTES:
+            break
+        if num_bytes > MAX_BODY_BYTES:
+            chunks.clear()
+        else:
+            chunks.append(chunk)
+    if num_bytes > MAX_BODY_BYTES:
+        raise _too_large(num_bytes)
     return b"".join(chunks)
 
 
@@ -72,10 +83,9 @@ def _api_error(error: ValidationError) -> ApiError:
     return ApiError(400, message, param=str(first["loc"][0]), code="invalid_value")
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        message = f"the body has {num_bytes} bytes or more; must be at most {MAX_BODY_BYTES}"
-        raise ApiError(413, message, code="body_too_large")
+def _too_large(num_bytes: int) -> ApiError:
+    message = f"the body has {num_bytes} bytes or more; must be at most {MAX_BODY_BYTES}"
+    return ApiError(413, message, code="body_too_large")
 
 
 def _warn(name: str) -> None:

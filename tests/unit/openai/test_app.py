@@ -17,6 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from flowprefill.openai.app import Endpoint, Settings
+from flowprefill.openai.body import MAX_BODY_BYTES
 from flowprefill.openai.server import DrainingServer, make_server
 from tests.unit.test_client import FakeTriton
 
@@ -199,6 +200,18 @@ def test_a_body_that_is_no_request_is_a_400(running: Running, body: bytes) -> No
     status, answer = running.ask(body)
     assert status == 400 and answer["error"]["message"]
     assert running.fake.requests == []
+
+
+def test_a_body_over_the_limit_is_a_413_once_it_is_sent_or_at_once_if_it_is_huge(
+    running: Running,
+) -> None:
+    body = b'"' + b"x" * MAX_BODY_BYTES + b'"'
+    status, answer = running.ask(body)
+    assert status == 413 and f"at most {MAX_BODY_BYTES}" in answer["error"]["message"]
+    with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 300000000\r\n\r\n"
+        connection.sendall(head.encode())
+        assert b" 413 " in connection.recv(4096)
 
 
 def test_only_decoupled_models_are_there(running: Running) -> None:
