@@ -64,12 +64,13 @@ class Cluster:
 
     def _start_haproxy(self) -> None:
         ports = free_ports(5)
-        self.grpc_port, self.http_port, self.stats_port, self._admin_port, openai_port = ports
+        self.grpc_port, self.http_port, stats_port, self._admin_port, openai_port = ports
+        self.stats_url = f"http://127.0.0.1:{stats_port}"
         binds = {
             "GRPC_BIND": self.grpc_port,
             "HTTP_BIND": self.http_port,
             "OPENAI_BIND": openai_port,
-            "STATS_BIND": self.stats_port,
+            "STATS_BIND": stats_port,
             "ADMIN_BIND": self._admin_port,
         }
         env = {name: f"127.0.0.1:{port}" for name, port in binds.items()}
