@@ -29,6 +29,7 @@ from flowprefill.bench import (
     simulate,
 )
 from flowprefill.bench.peers import export_hf
+from flowprefill.bench.scenarios import command as scenarios
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -59,6 +60,7 @@ bench_app.command("decode-mix")(decode_mix.run)
 bench_app.command("prefix")(prefix.run)
 bench_app.command("goodput")(goodput.run)
 bench_app.command("servers")(server_goodput.run)
+bench_app.command("scenarios")(scenarios.run)
 bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
