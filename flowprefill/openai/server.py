@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--grpc-url", required=True, help="host:port of tritonserver's gRPC")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8003)
+    parser.add_argument("--port", type=int, default=9000)
     parser.add_argument("--exit-timeout-s", type=float, default=Settings.exit_timeout_s)
     parser.add_argument("--launched", action="store_true", help="stop at the end of stdin")
     options = parser.parse_args()
