@@ -46,7 +46,7 @@ def run(
     slo_scales: Annotated[
         bool, typer.Option(help="Search the tightest objectives of s-edf as well.")
     ] = True,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 800,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 200,
     blocks: Annotated[
         int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
     ] = 10,
@@ -56,6 +56,9 @@ def run(
     output_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
     ] = 1,
+    slo_scale: Annotated[
+        float, typer.Option(min=0.01, help="Times the TTFT objectives, for all that is measured.")
+    ] = 1.0,
     records: Annotated[
         Path | None,
         typer.Option(help="File of outcomes; what is in it already is not measured again."),
@@ -106,6 +109,7 @@ def run(
             platform=this_cpu(config, progress.show_loading),
             model=None,
             length_scale=1 / length_divisor,
+            slo_scale=slo_scale,
         )
         plan = make_plan(options, blocks, names, progress.describe)
         facts = {
@@ -114,6 +118,7 @@ def run(
             "blocks": blocks,
             "length_divisor": length_divisor,
             "output_tokens": output_tokens,
+            "slo_scale": slo_scale,
         }
         check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
         store = OutcomeStore(records, key=f"{config} {seed} {facts}")

@@ -43,6 +43,8 @@ class Plan:
     """Whose objectives count; None: the paper's, as tight for this platform (objectives.py)."""
     length_scale: float = 1.0
     """Prompts are so many times as long."""
+    slo_scale: float = 1.0
+    """Times the TTFT objectives of this platform; without effect where the model has its own."""
 
     def cells(self) -> list[Cell]:
         return [
@@ -98,7 +100,7 @@ def _objectives(
         return [plan.model.objective(request) for request in requests]
     solo_s = plan.platform.cost(Granularity("tile")).prefill_s
     scales = class_scales(spread_ticks(trace), plan.length_scale, solo_s)
-    return scaled_objectives(requests, scales)
+    return scaled_objectives(requests, scales, plan.slo_scale)
 
 
 def gpu_platform(device: str, model: str, tensor_parallel: int | None) -> GpuPlatform:

@@ -39,6 +39,7 @@ from flowprefill.bench.goodput_plots import figures, shown_cells
 from flowprefill.bench.goodput_runs import Cell, check_same_knobs, with_cell
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
 from flowprefill.bench.report import BenchmarkError
+from flowprefill.bench.simulate_plan import Plan, make_window
 from flowprefill.bench.simulate_plan import Window as SimWindow
 from flowprefill.cli import app
 from flowprefill.config import EngineConfig
@@ -158,6 +159,16 @@ class TestObjectives:
         scales = {"text": ClassScale(700, 0.1, 0.2), "file": ClassScale(8000, 1.0, 1.0)}
         goals = scaled_objectives(self.TRACE, scales, slo_scale=0.5)
         assert [goal.ttft_s for goal in goals] == pytest.approx([0.25, 0.25, 3.0])
+
+    def test_a_plans_scale_reaches_its_requests(self) -> None:
+        plan = Plan((), (), (), 1, 3, 0.0, 1, SCALE_LOAD, model=None)
+        whole, half = (
+            make_window(
+                dataclasses.replace(plan, slo_scale=scale), [*self.TRACE], [*self.TRACE]
+            ).objectives
+            for scale in (1.0, 0.5)
+        )
+        assert [goal.ttft_s for goal in half] == pytest.approx([g.ttft_s / 2 for g in whole])
 
 
 def outcome(**on_time: tuple[int, int]) -> Outcome:
