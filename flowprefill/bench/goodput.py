@@ -29,6 +29,8 @@ SCALE_LOAD = 0.7
 """Load at which the tightest objectives are searched, and TTFTs compared."""
 EVALUATIONS = 3
 """Replays that a search takes, about."""
+BUDGET_S = 35 * 60
+"""Of all replays, where nobody says how many requests."""
 TIMELINE_CELL = "s-edf/tile"
 TIMELINE_REQUESTS = 100
 """Some ten thousand records."""
@@ -46,7 +48,13 @@ def run(
     slo_scales: Annotated[
         bool, typer.Option(help="Search the tightest objectives of s-edf as well.")
     ] = True,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 200,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Requests of the trace, in one go; default: as many as take some 35 minutes.",
+        ),
+    ] = None,
     blocks: Annotated[
         int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
     ] = 10,
@@ -86,7 +94,7 @@ def run(
 
     from flowprefill.bench import goodput_plots
     from flowprefill.bench.goodput_outcomes import OutcomeStore
-    from flowprefill.bench.goodput_plan import make_plan
+    from flowprefill.bench.goodput_plan import make_plan, num_searches, requests_within
     from flowprefill.bench.goodput_report import make_tables, summarise
     from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
     from flowprefill.bench.simulate_plan import Plan
@@ -97,6 +105,10 @@ def run(
     config = load_config(model_json, None)
     names = tuple(cells.split(",")) if cells else ()
     with bench_progress(None) as progress:
+        platform = this_cpu(config, progress.show_loading)
+        requests = requests or requests_within(
+            BUDGET_S, trace, platform, 1 / length_divisor, EVALUATIONS * num_searches(names)
+        )
         options = Plan(
             traces=(trace,),
             policies=(),
@@ -106,7 +118,7 @@ def run(
             error=0.0,
             max_output_tokens=output_tokens,
             load=SCALE_LOAD,
-            platform=this_cpu(config, progress.show_loading),
+            platform=platform,
             model=None,
             length_scale=1 / length_divisor,
             slo_scale=slo_scale,
@@ -121,7 +133,7 @@ def run(
             "slo_scale": slo_scale,
         }
         check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
-        store = OutcomeStore(records, key=f"{config} {seed} {facts}")
+        store = OutcomeStore(records, key=f"{config} {seed} {facts} {plan.scale}")
         with contextlib.closing(GoodputRuns(config, plan, seed, progress, store)) as runs:
             results = measure(runs, plan, slo_scales, plots is not None, progress)
             if timeline is not None:
@@ -162,8 +174,9 @@ def measure(
             searches.append(
                 partial(search_loads, measure_at, guesses[1], worst_class_attainment, result)
             )
-        if with_slo_scales and cell in plan.tightness_cells:
-            searches.append(partial(search_tightness, runs, cell, result))
+        if with_slo_scales and cell in plan.tightness_guesses:
+            guess = plan.tightness_guesses[cell]
+            searches.append(partial(search_tightness, runs, cell, guess, result))
         if with_plots and cell in shown_cells(plan):
             searches.append(partial(measure_scale_load, runs, cell, result))
     for index, search in enumerate(searches):
@@ -178,7 +191,7 @@ def measure_scale_load(runs: GoodputRuns, cell: Cell, result: CellResult) -> Non
     result.by_load[SCALE_LOAD] = runs.measure(cell, SCALE_LOAD)
 
 
-def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
+def search_tightness(runs: GoodputRuns, cell: Cell, guess: float, result: CellResult) -> None:
     """Measure objectives on both sides of the tightest that TARGET meet."""
     from flowprefill.bench.crossing import search, snap
     from flowprefill.bench.goodput_outcomes import TARGET, attainment, curve
@@ -187,4 +200,4 @@ def search_tightness(runs: GoodputRuns, cell: Cell, result: CellResult) -> None:
         scale = round(1 / tightness, 6)
         result.by_tightness[tightness] = runs.measure(cell, SCALE_LOAD, scale)
 
-    search(measure_at, lambda: curve(result.by_tightness, attainment), snap(1.0), TARGET)
+    search(measure_at, lambda: curve(result.by_tightness, attainment), snap(guess), TARGET)

@@ -143,7 +143,9 @@ class OutcomeStore:
         if path and path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             if not lines or json.loads(lines[0]) != {"key": key}:
-                raise BenchmarkError(f"{path}: outcomes of another configuration or trace")
+                raise BenchmarkError(
+                    f"{path}: outcomes of another configuration, trace, machine or profile"
+                )
             self.outcomes.update(_parse(line) for line in lines[1:])
         elif path:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from flowprefill.bench.compared import BASELINE, CHUNK_SIZES, COMMON_CHUNK
@@ -22,12 +23,20 @@ from flowprefill.granularity import Granularity
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.platform import Platform
 from flowprefill.simulator.replay import Replay, Setup, arrivals_of, at_load, rate_at_load_1
-from flowprefill.workload import Objective, TraceRequest
+from flowprefill.workload import (
+    Objective,
+    TraceRequest,
+    clip_lengths,
+    read_trace,
+    scale_lengths,
+)
 
 T = TypeVar("T")
 
 POLICY_CHUNKS = {"s-edf": 1, "goodput": 2, "srpt": 1}
 """Policies that are measured, and at how many of their chunk sizes, the best ones by simulation."""
+MIN_REQUESTS = 60
+"""Fewer would be served after the last arrival, waiting for nobody."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,9 @@ class GoodputPlan:
     """Cells, and the loads expected to be their highest: overall, and with every class."""
     every_class_cells: frozenset[Cell]
     """Those of which the load with 90% of every class is searched."""
-    tightness_cells: frozenset[Cell]
-    """Those of which the tightest objectives are searched."""
+    tightness_guesses: Mapping[Cell, float]
+    """Those of which the tightest objectives are searched; by how much they are expected to be
+    tighter than the usual ones."""
     length_scale: float
 
     @property
@@ -63,6 +73,13 @@ class GoodputPlan:
         requests, objectives = self.offered(load, slo_scale)
         arrivals = arrivals_of(requests, objectives, self.platform.block_tokens)
         return offline_bound_on(self.platform, arrivals)
+
+    @property
+    def scale(self) -> str:
+        """What loads and objectives mean here: another machine or profile changes it."""
+        total_s = sum(goal.ttft_s for goal in self.window.objectives)
+        device = self.platform.device_name
+        return f"{device}, {self.rate_at_load_1:.6g} requests/s, objectives {total_s:.6g} s"
 
     def blocks(self, items: Sequence[T]) -> list[Sequence[T]]:
         """What belongs to each request, by blocks of consecutive ones."""
@@ -88,10 +105,39 @@ def make_plan(
         window,
         num_blocks,
         {cell: guess.loads(cell) for cell in cells},
-        frozenset(c for c in cells if not c.granularity.startswith("chunk")),
-        frozenset(c for c in cells if c.policy == "s-edf"),
+        frozenset(filter(_is_never_chunked, cells)),
+        {cell: guess.tightness(cell, options.load) for cell in cells if is_tightened(cell)},
         options.length_scale,
     )
+
+
+def is_tightened(cell: Cell) -> bool:
+    """Whether its tightest objectives are searched."""
+    return cell.policy == "s-edf"
+
+
+def requests_within(
+    seconds: float, trace: Path, platform: Platform, length_scale: float, num_replays: int
+) -> int:
+    """How many requests of a trace can be replayed so many times, the device being busy."""
+    requests = clip_lengths(scale_lengths(read_trace(trace), length_scale), platform.max_tokens, 1)
+    cost = platform.cost(Granularity("tile"))
+    mean_s = sum(cost.prefill_s(request.input_tokens) for request in requests) / len(requests)
+    return max(MIN_REQUESTS, min(len(requests), int(seconds / num_replays / mean_s)))
+
+
+def num_searches(cell_names: Sequence[str]) -> int:
+    """Of highest loads and tightest objectives; cell_names: as of make_plan."""
+    names = list(cell_names) or [BASELINE]
+    if not cell_names:
+        for policy, num_chunks in POLICY_CHUNKS.items():  # the common one beside the best
+            names += [f"{policy}/tile", *[f"{policy}/chunk:1"] * (num_chunks + 1)]
+    cells = [_parse_cell(name) for name in names]
+    return sum(1 + _is_never_chunked(cell) + is_tightened(cell) for cell in cells)
+
+
+def _is_never_chunked(cell: Cell) -> bool:
+    return not cell.granularity.startswith("chunk")
 
 
 def common_chunk(length_scale: float) -> str:
@@ -123,7 +169,7 @@ def _parse_cell(name: str) -> Cell:
 
 
 class Guess:
-    """Highest loads by simulation."""
+    """Highest loads and tightest objectives by simulation."""
 
     def __init__(self, window: Window, platform: Platform, describe: Callable[[str], None]) -> None:
         self._window = window
@@ -139,6 +185,16 @@ class Guess:
             self._loads[cell] = self._highest(cell, found, 0), self._highest(cell, found, 1)
         return self._loads[cell]
 
+    def tightness(self, cell: Cell, load: float) -> float:
+        """By how much objectives may be tighter at that load."""
+        curve: dict[float, float] = {}
+
+        def measure_at(tightness: float) -> None:
+            curve[tightness], _ = self._attainments(cell, load, 1 / tightness)
+
+        search(measure_at, lambda: curve, snap(1.0), TARGET)
+        return crossing(curve, TARGET)
+
     def _highest(self, cell: Cell, found: dict[float, tuple[float, float]], measure: int) -> float:
         """found: attainments by load, which both measures share."""
         curve: dict[float, float] = {}
@@ -151,9 +207,9 @@ class Guess:
         search(measure_at, lambda: curve, snap(1.0), TARGET)
         return crossing(curve, TARGET)
 
-    def _attainments(self, cell: Cell, load: float) -> tuple[float, float]:
+    def _attainments(self, cell: Cell, load: float, slo_scale: float = 1.0) -> tuple[float, float]:
         """Of all requests, and of the class that fares worst."""
         setup = Setup(cell.policy, Granularity.parse(cell.granularity), 0.0, 0, self._platform)
         requests = at_load(self._window.requests, load, self._platform)
-        replay = Replay(requests, setup, objectives=self._window.objectives).run_all()
+        replay = Replay(requests, setup, slo_scale, objectives=self._window.objectives).run_all()
         return replay.attainment, min(replay.attainment_by_class.values())

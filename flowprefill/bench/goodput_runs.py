@@ -27,6 +27,7 @@ from flowprefill.replay.records import ReplayRecord
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_plan import GoodputPlan
 
+_PATIENCE_MS = 24 * 3600 * 1000.0
 _FREE_KNOBS = frozenset({"policy", "granularity"})
 """What may differ between two cells."""
 
@@ -128,9 +129,11 @@ class GoodputRuns:
 
 
 def with_cell(config: EngineConfig, cell: Cell) -> EngineConfig:
-    """The configuration of a cell."""
+    """The configuration of a cell. Whoever waits long is late and not refused, so that all cells
+    serve the same requests."""
     return replace(
         config,
+        queue_timeout_ms=_PATIENCE_MS,
         policy=cell.policy,  # type: ignore[arg-type]
         granularity=cell.granularity,
     )

@@ -111,7 +111,7 @@ def run(
             length_scale=1 / length_divisor,
         )
         plan = make_plan(options, blocks, cells.split(","), progress.describe)
-        store = OutcomeStore(records, key=f"servers {config} {seed} {facts}")
+        store = OutcomeStore(records, key=f"servers {config} {seed} {facts} {plan.scale}")
         engines = measure_engines(config, plan, seed, progress, store)
         contenders = [
             our_contender(

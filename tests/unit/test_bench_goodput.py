@@ -34,7 +34,12 @@ from flowprefill.bench.goodput_outcomes import (
     attainment,
     worst_class_attainment,
 )
-from flowprefill.bench.goodput_plan import GoodputPlan
+from flowprefill.bench.goodput_plan import (
+    MIN_REQUESTS,
+    GoodputPlan,
+    num_searches,
+    requests_within,
+)
 from flowprefill.bench.goodput_plots import figures, shown_cells
 from flowprefill.bench.goodput_runs import Cell, check_same_knobs, with_cell
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
@@ -44,7 +49,7 @@ from flowprefill.bench.simulate_plan import Window as SimWindow
 from flowprefill.cli import app
 from flowprefill.config import EngineConfig
 from flowprefill.simulator.platform import PAPER_PLATFORM
-from flowprefill.workload import TraceRequest, objective
+from flowprefill.workload import TraceRequest, objective, read_trace
 from tests.factories import write_tiny_model
 from tests.unit.plots.test_chrome_trace import check_device_does_one_thing, check_valid
 from tests.unit.plots.test_figures import check_nothing_overlaps
@@ -252,7 +257,7 @@ def test_pictures_show_what_was_measured_each_cell_at_its_own_loads() -> None:
     window = SimWindow(requests, [objective(request) for request in requests])
     fcfs, s_edf = Cell("fcfs", "whole"), Cell("s-edf", "tile")
     guesses = {fcfs: (1.0, 1.0), s_edf: (1.0, 1.0)}
-    plan = GoodputPlan(PAPER_PLATFORM, window, 2, guesses, frozenset(), frozenset(), 1.0)
+    plan = GoodputPlan(PAPER_PLATFORM, window, 2, guesses, frozenset(), {}, 1.0)
 
     def blocks(*counts: int) -> list[Outcome]:
         return [
@@ -295,7 +300,7 @@ def test_each_policy_has_a_panel_with_the_baseline_in_it() -> None:
 
     def panels(*names: str) -> dict[str, list[str]]:
         guesses = {Cell.parse(name): (1.0, 1.0) for name in names}
-        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), frozenset(), 1.0)
+        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), {}, 1.0)
         results = {cell: CellResult({SCALE_LOAD: outcomes}) for cell in guesses}
         axes = figures(plan, results, "")["rate"].axes
         return {a.get_title(): [str(line.get_label()) for line in a.get_lines()[:-2]] for a in axes}
@@ -312,7 +317,7 @@ def test_ttfts_are_compared_at_the_usual_cells_or_at_all() -> None:
     def shown(*names: str) -> list[str]:
         guesses = {Cell.parse(name): (1.0, 1.0) for name in names}
         window = SimWindow([], [])
-        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), frozenset(), 1 / 8)
+        plan = GoodputPlan(PAPER_PLATFORM, window, 1, guesses, frozenset(), {}, 1 / 8)
         return [cell.name for cell in shown_cells(plan)]
 
     assert shown("fcfs/whole", "srpt/tile", "s-edf/chunk:256", "s-edf/chunk:128") == [
@@ -320,6 +325,26 @@ def test_ttfts_are_compared_at_the_usual_cells_or_at_all() -> None:
         "s-edf/chunk:256",
     ]
     assert shown("srpt/tile", "srpt/chunk:64") == ["srpt/tile", "srpt/chunk:64"]
+
+
+def test_searches_are_counted_before_any_cell_is_known() -> None:
+    # overall, every class of what is never chunked, objectives of s-edf
+    assert (
+        num_searches(("fcfs/whole", "s-edf/tile", "s-edf/chunk:64", "srpt/chunk:8"))
+        == 2 + 3 + 2 + 1
+    )
+    assert num_searches(()) == (1 + 3 + 4 + 3) + 4 + 3
+
+
+def test_the_number_of_requests_follows_from_the_time_there_is() -> None:
+    trace = Path(__file__).parents[2] / "clients/traces/qwentrace_like_synthetic_10min.csv"
+    some, more = (
+        requests_within(seconds, trace, PAPER_PLATFORM, 1.0, num_replays=50)
+        for seconds in (2000, 4000)
+    )
+    assert MIN_REQUESTS < some < more == pytest.approx(2 * some, rel=0.02)
+    assert requests_within(1, trace, PAPER_PLATFORM, 1.0, 50) == MIN_REQUESTS
+    assert requests_within(1e9, trace, PAPER_PLATFORM, 1.0, 50) == len(read_trace(trace))
 
 
 def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
