@@ -36,12 +36,16 @@ from flowprefill.errors import (
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.supervision import HeldRequests, ProgressWatch, RestartPlan, Supervision
+from flowprefill.suspects import Suspects
 from flowprefill.wire import Kind, pack, unpack_error
 
 DEFAULT_ENGINE = "flowprefill.engine:Engine"
 CLOSE_GRACE_S = 3.0
 EXIT_GRACE_S = 0.5
 CLOSED_MESSAGE = "the engine was closed"
+SUSPECT_MESSAGE = (
+    "the engine died twice with this request and others in it: it waited for the others to end"
+)
 
 
 class EngineState(str, enum.Enum):
@@ -88,8 +92,10 @@ class EngineClient:
         self._why_not_ready = "the engine has not started"
         self._num_restarts = 0
         self._child: EngineChild | None = None
-        self._live: set[int] = set()  # in the engine process, end not delivered
-        self._held = HeldRequests()  # waiting for a restart
+        self._live: dict[int, Request] = {}  # in the engine process, end not delivered
+        # waiting for a restart, or for the end of another suspect
+        self._held: HeldRequests[tuple[Request, bytes]] = HeldRequests()
+        self._suspects = Suspects()
         self._watch = ProgressWatch(limits, config.max_slice_ms / 1000)
         self._stats_calls: dict[int, Future[EngineStats]] = {}
         self._stats_serials = itertools.count()
@@ -148,27 +154,31 @@ class EngineClient:
     def submit(self, request: Request) -> None:
         """Hand a request over; outputs follow through on_output. Never blocks.
 
-        During a restart it is held for at most config.queue_timeout_ms, then ends UNAVAILABLE.
-        Raises UnavailableError before `start`, after `close`, and when the engine failed for good;
+        During a restart, or where Suspects says so, it is held for at most config.queue_timeout_ms,
+        then ends UNAVAILABLE. Raises UnavailableError before `start`, after `close`, and when the
+        engine failed for good; EngineKillerError for a request that killed the engine twice;
         InvalidRequestError for values that no wire can carry.
         """
         req_id = request.req_id
         packed = _pack_request(request)
+        now_s = time.monotonic()
         with self._lock:
             assert req_id not in self._live and req_id not in self._held, f"{req_id} used twice"
             if self._drain_s is not None:
                 raise UnavailableError("the engine is shutting down")
-            if self._state is EngineState.READY:
-                is_first = not self._live
-                self._send_request(req_id, packed)
-            elif self._state is EngineState.RESTARTING:
-                is_first = True
-                expires_s = time.monotonic() + self._config.queue_timeout_ms / 1000
-                self._held.add(req_id, packed, expires_s)
-            else:
+            if refusal := self._suspects.refusal(request, now_s):
+                raise refusal
+            if self._state not in (EngineState.READY, EngineState.RESTARTING):
                 raise EngineDeadError(self._why_not_ready)
-        if is_first:
-            self._wake()  # a timer is needed now
+            needs_timer = True
+            if self._state is EngineState.READY and self._may_enter((request, packed)):
+                needs_timer = not self._live
+                self._send_request(request, packed)
+            else:
+                expires_s = now_s + self._config.queue_timeout_ms / 1000
+                self._held.add(req_id, (request, packed), expires_s)
+        if needs_timer:
+            self._wake()
 
     def cancel(self, req_id: int) -> None:
         """End a request with CANCELLED. Unknown and finished ids are ignored."""
@@ -299,32 +309,44 @@ class EngineClient:
     def _on_ready(self, info: EngineInfo) -> None:
         with self._lock:
             # in one go, so that a cancel finds each request either held or live
-            ended = self._take_ended(time.monotonic())
+            ended, why = self._take_ended(time.monotonic()), self._why_not_ready
             self._state = EngineState.READY
             self._num_restarts += self._loaded.done()
-            for req_id, packed in self._held.take_all().items():
-                self._send_request(req_id, packed)
-        self._deliver_held(ended)
+            self._why_not_ready = SUSPECT_MESSAGE  # what is held now
+            self._send_held()
+        self._deliver_held(ended, why)
         if self._loaded.done():
             self._log("engine is ready again")
         else:
             self._loaded.set_result(info)
 
-    def _send_request(self, req_id: int, packed: bytes) -> None:
+    def _send_held(self) -> None:
+        """All that may enter. With the lock held and a ready child."""
+        while message := self._held.take_first(self._may_enter):
+            self._send_request(*message)
+
+    def _may_enter(self, message: tuple[Request, bytes]) -> bool:
+        """With the lock held."""
+        return self._suspects.may_enter(message[0], self._live.values(), time.monotonic())
+
+    def _send_request(self, request: Request, packed: bytes) -> None:
         """With the lock held and a ready child."""
         assert self._child is not None
         if not self._live:
             self._watch.begin(time.monotonic())
-        self._live.add(req_id)
+        self._live[request.req_id] = request
         self._child.channel.send(packed)
 
     def _deliver(self, output: TokenOutput) -> None:
         """Hand an output over, unless its request has ended before."""
         with self._lock:
-            if output.req_id not in self._live:
+            request = self._live.get(output.req_id)
+            if request is None:
                 return
             if output.finish_reason:
-                self._live.discard(output.req_id)
+                del self._live[output.req_id]
+                self._suspects.clear(request)
+                self._send_held()
         self._call_on_output(output)
 
     def _on_death(self, reason: str) -> None:
@@ -338,6 +360,8 @@ class EngineClient:
             if was_loaded:
                 self._state = EngineState.RESTARTING
             self._why_not_ready = f"{reason}; the engine restarts"
+        if was_loaded and self._drain_s is None:
+            self._note_suspects()
         num_lost = self._end_live(reason)
         if self._drain_s is not None:
             return
@@ -351,6 +375,25 @@ class EngineClient:
         else:
             self._respawn_s = time.monotonic() + backoff_s
             self._log(f"engine restarts in {backoff_s:g} s")
+
+    def _note_suspects(self) -> None:
+        """Before what was in the engine is forgotten: look for the request that killed it."""
+        now_s = time.monotonic()
+        refused: list[TokenOutput] = []
+        with self._lock:
+            to_blame = self._suspects.on_death(self._live.values(), now_s)
+            refusal = self._suspects.refusal(to_blame, now_s) if to_blame else None
+            while refusal and (copy := self._held.take_first(self._is_refused)):
+                refused.append(_failed(copy[0].req_id, refusal))
+        if to_blame:
+            num_tokens = len(to_blame.prompt_token_ids)
+            self._log(f"a request of {num_tokens} prompt tokens was there twice: refused from now")
+        for output in refused:
+            self._call_on_output(output)
+
+    def _is_refused(self, message: tuple[Request, bytes]) -> bool:
+        """With the lock held."""
+        return self._suspects.refusal(message[0], time.monotonic()) is not None
 
     def _give_up(self, reason: str) -> None:
         with self._lock:
@@ -377,15 +420,14 @@ class EngineClient:
             stats_calls, self._stats_calls = self._stats_calls, {}
         for call in stats_calls.values():
             call.set_exception(UnavailableError(reason))
-        # the place to tell a request that was in two deaths from the innocent ones
         for req_id in lost:
             self._call_on_output(_unavailable(req_id, reason))
         return len(lost)
 
     def _end_held(self, now_s: float) -> None:
         with self._lock:
-            ended = self._take_ended(now_s)
-        self._deliver_held(ended)
+            ended, why = self._take_ended(now_s), self._why_not_ready
+        self._deliver_held(ended, why)
 
     def _take_ended(self, now_s: float) -> dict[int, bool]:
         """The held requests that were cancelled, waited too long, or cannot start any more.
@@ -395,12 +437,12 @@ class EngineClient:
         cannot_start = self._drain_s is not None or self._state is EngineState.FAILED
         return self._held.take_ended(math.inf if cannot_start else now_s)
 
-    def _deliver_held(self, ended: dict[int, bool]) -> None:
+    def _deliver_held(self, ended: dict[int, bool], why: str) -> None:
         for req_id, is_cancelled in ended.items():
             if is_cancelled:
                 self._call_on_output(TokenOutput(req_id, finish_reason=FinishReason.CANCELLED))
             else:
-                self._call_on_output(_unavailable(req_id, self._why_not_ready))
+                self._call_on_output(_unavailable(req_id, why))
 
     def _advance_close(self, now_s: float, drain_s: float) -> None:
         self._respawn_s = None
@@ -456,9 +498,14 @@ def _pack_request(request: Request) -> bytes:
 
 
 def _unavailable(req_id: int, reason: str) -> TokenOutput:
+    return _failed(req_id, EngineDeadError(reason))
+
+
+def _failed(req_id: int, error: FlowPrefillError) -> TokenOutput:
     return TokenOutput(
         req_id,
         finish_reason=FinishReason.ERROR,
-        error_code=EngineDeadError.code,
-        error_message=reason,
+        error_code=error.code,
+        error_message=str(error),
+        reject_reason=error.reject_reason,
     )

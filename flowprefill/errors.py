@@ -3,7 +3,8 @@
 FlowPrefillError                    INTERNAL
 ├── InvalidRequestError             INVALID_ARG   a request that can never be served as it is
 │   ├── InvalidParameterError       INVALID_ARG   names field, value and limit
-│   └── PromptTooLongError          INVALID_ARG   prompt + max_tokens over max_model_len
+│   ├── PromptTooLongError          INVALID_ARG   prompt + max_tokens over max_model_len
+│   └── EngineKillerError           INVALID_ARG   the engine died with it, twice
 ├── UnsupportedFeatureError         UNSUPPORTED   names the field
 ├── UnavailableError                UNAVAILABLE   try again later
 │   ├── QueueFullError              UNAVAILABLE
@@ -52,6 +53,10 @@ class InvalidParameterError(InvalidRequestError):
 
 class PromptTooLongError(InvalidRequestError):
     """Prompt plus requested tokens do not fit into the model's context."""
+
+
+class EngineKillerError(InvalidRequestError):
+    """The engine died whenever it had this request."""
 
 
 class UnsupportedFeatureError(FlowPrefillError):

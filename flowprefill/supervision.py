@@ -1,4 +1,4 @@
-"""When an engine process counts as wedged, when it is restarted, and what waits for that.
+"""When an engine process counts as wedged, when it is restarted, and what waits to be sent to it.
 
 Pure: no process, no clock, no lock.
 """
@@ -6,7 +6,9 @@ Pure: no process, no clock, no lock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,22 @@ class ProgressWatch:
         return None
 
 
-class HeldRequests:
-    """Requests that came while the engine restarts, in the order in which they came."""
+T = TypeVar("T")
+
+
+class HeldRequests(Generic[T]):
+    """Requests that wait to be sent to the engine, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[bytes, float]] = {}  # message, when it expires
+        self._held: dict[int, tuple[T, float]] = {}  # what is sent, when it expires
         self._cancelled: set[int] = set()
 
     def __contains__(self, req_id: int) -> bool:
         return req_id in self._held
 
-    def add(self, req_id: int, packed: bytes, expires_s: float) -> None:
-        """Keep the SUBMIT message of a request until `expires_s` at most."""
-        self._held[req_id] = (packed, expires_s)
+    def add(self, req_id: int, message: T, expires_s: float) -> None:
+        """Keep what is to be sent of a request until `expires_s` at most."""
+        self._held[req_id] = (message, expires_s)
 
     def cancel(self, req_id: int) -> None:
         """Mark a request that is held as over."""
@@ -114,8 +119,10 @@ class HeldRequests:
         self._cancelled.clear()
         return ended
 
-    def take_all(self) -> dict[int, bytes]:
-        """Remove all, to be sent."""
-        packed = {req_id: packed for req_id, (packed, _) in self._held.items()}
-        self._held.clear()
-        return packed
+    def take_first(self, may_go: Callable[[T], bool]) -> T | None:
+        """Remove the first one that may be sent."""
+        for req_id, (message, _) in self._held.items():
+            if req_id not in self._cancelled and may_go(message):
+                del self._held[req_id]
+                return message
+        return None

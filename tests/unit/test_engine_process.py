@@ -418,7 +418,7 @@ def test_five_deaths_end_the_restarts(harness: Callable[..., Harness]) -> None:
     h = harness(supervision=Supervision(backoff_s=0.01)).start()
     for death in range(5):
         h.wait_state(EngineState.READY)
-        h.submit(death, max_tokens=ENDLESS)
+        h.submit(death, first_token=10 * death, max_tokens=ENDLESS)  # nobody comes again
         h.wait(lambda death=death: h.outputs[death])
         h.kill()
         h.end(death)

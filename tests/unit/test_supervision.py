@@ -75,7 +75,7 @@ def test_backoff_is_at_most_thirty_seconds() -> None:
 
 
 def test_held_requests_end_once_and_the_others_keep_their_order() -> None:
-    held = HeldRequests()
+    held: HeldRequests[bytes] = HeldRequests()
     for req_id, expires_s in ((3, 9.0), (1, 2.0), (2, 9.0), (4, 8.0)):
         held.add(req_id, b"%d" % req_id, expires_s)
     held.cancel(2)
@@ -83,5 +83,15 @@ def test_held_requests_end_once_and_the_others_keep_their_order() -> None:
     assert held.take_ended(now_s=2.0) == {1: False, 2: True}
     assert held.take_ended(now_s=2.0) == {}
     assert 3 in held and 1 not in held
-    assert list(held.take_all().items()) == [(3, b"3"), (4, b"4")]
+    assert held.take_first(lambda message: message != b"3") == b"4"
+    assert held.take_first(lambda message: True) == b"3"
+    assert held.take_first(lambda message: True) is None
     assert held.next_due_s() is None
+
+
+def test_a_cancelled_request_is_never_sent() -> None:
+    held: HeldRequests[bytes] = HeldRequests()
+    held.add(1, b"1", 9.0)
+    held.cancel(1)
+    assert held.take_first(lambda message: True) is None
+    assert held.take_ended(now_s=0.0) == {1: True}

@@ -1,0 +1,90 @@
+"""Suspects: which request kills the engine, told from those that were only there.
+
+Clients send a request again when the engine died with it. One that kills each engine would take the
+others along every time, until the engine is not restarted any more. So it is looked for:
+
+- An engine dies: all that were in it have been in one death.
+- The next one dies. Exactly one request of it was in a death before: that one is to blame, and
+  refused from now on. Several were: each of them may from now on be in the engine only while no
+  other one of them is, so that a further death names one.
+- A request that ends in a living engine is cleared.
+
+Pure: no process, no lock, no clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from flowprefill.errors import EngineKillerError
+from flowprefill.request import Request
+
+FORGET_S = 3600.0
+"""After so long a request is as good as any other: what killed engines may not have been in it."""
+_MAX_REMEMBERED = 4096
+
+_ONCE, _MUST_BE_ALONE, _REFUSED = range(1, 4)
+
+
+@dataclass(frozen=True)
+class _Suspicion:
+    level: int
+    since_s: float
+
+
+class Suspects:
+    """Remembers requests by what they ask for: a second copy is the same request."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, _Suspicion] = {}
+
+    def refusal(self, request: Request, now_s: float) -> EngineKillerError | None:
+        """What a request that is to blame is answered; None for any other."""
+        if self._level(request, now_s) != _REFUSED:
+            return None
+        return EngineKillerError(
+            f"the engine died twice with this request in it: it is refused for {FORGET_S:.0f} s"
+        )
+
+    def may_enter(self, request: Request, inside: Collection[Request], now_s: float) -> bool:
+        """Whether it may go into an engine that has the requests `inside`."""
+        if self._level(request, now_s) < _MUST_BE_ALONE:
+            return True
+        return all(self._level(other, now_s) < _MUST_BE_ALONE for other in inside)
+
+    def clear(self, request: Request) -> None:
+        """It has ended, and the engine lives."""
+        if self._known:
+            self._known.pop(_digest(request), None)
+
+    def on_death(self, inside: Collection[Request], now_s: float) -> Request | None:
+        """The engine died with the requests `inside`. Returns the one to blame, if clear."""
+        by_digest = {_digest(request): request for request in inside}
+        again = [request for request in by_digest.values() if self._level(request, now_s)]
+        to_blame = again[0] if len(again) == 1 else None
+        for digest, request in by_digest.items():
+            level = _ONCE
+            if request in again:
+                level = _MUST_BE_ALONE if to_blame is None else _REFUSED
+            self._known.pop(digest, None)  # so that it becomes the newest
+            self._known[digest] = _Suspicion(level, now_s)
+        while len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return to_blame
+
+    def _level(self, request: Request, now_s: float) -> int:
+        """0 = nothing is known of it."""
+        if not self._known:  # requests are long, and deaths are rare
+            return 0
+        suspicion = self._known.get(_digest(request))
+        if suspicion is None or now_s - suspicion.since_s > FORGET_S:
+            return 0
+        return suspicion.level
+
+
+def _digest(request: Request) -> bytes:
+    """The same for requests that the engine computes in the same way."""
+    content = repr((request.prompt_token_ids, request.sampling)).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()
