@@ -32,7 +32,8 @@ def client_leaves_prefill(rig: Rig) -> list[Bar]:
     latency_s = rig.cancel_latency_s
     solo_s = [solo_ttft_s(rig, rig.client, 64) for _ in range(_NUM_LEAVING)]
     prompt = rig.prompt_of(64)
-    noticed_s, probe_s = [], []
+    noticed_s: list[float] = []
+    probe_s: list[float] = []
     before = wait_idle(rig.client)
     for number in range(1, _NUM_LEAVING + 1):
         connection = _post(rig.openai_port, prompt)

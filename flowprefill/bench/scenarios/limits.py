@@ -48,6 +48,7 @@ def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
     replies: list[_Reply] = []
     with rig.model("bounded", **settings) as client:
         url = f"http://127.0.0.1:{rig.openai_port}/v1/completions"
+        asyncio.run(_burst(url, [rig.prompt_of(1)]))  # the endpoint comes to know the model
         for _ in range(rig.rounds):
             wait_idle(client)
             prompts = [rig.prompt_of(1) for _ in range(_BURST)]
