@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -16,14 +17,16 @@ from flowprefill.bench.scenarios.rig import (
     solo_ttft_s,
     ttft_s,
     wait_idle,
+    wait_stats,
 )
 from flowprefill.metrics import percentile
-from flowprefill_client import ServerError
+from flowprefill_client import Client, ServerError
 
 _BURST = 200
 _MAX_WAITING = 16
 _MAX_WAITING_TICKS = 32
-_LEAST_REJECT_S = 0.05
+_MOST_REJECT_S = 0.05
+_NUM_LONE = 20
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
         wait_idle(client)
         # Nobody waits: a prompt nearly as long as all that may wait is taken.
         (lone,) = asyncio.run(_burst(url, [rig.prompt_of(_MAX_WAITING_TICKS - 1)]))
+        alone_s = _refusals_of_one(rig, client, url)
     rejected = [reply for reply in replies if reply.status == 429]
     accepted = [reply for reply in replies if reply.status == 200]
     others = {reply.status for reply in [*replies, lone]} - {200, 429}
@@ -63,8 +67,8 @@ def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
         raise BenchmarkError(f"{len(accepted)} accepted, {len(rejected)} refused, others: {others}")
     silent = sum(reply.retry_after is None for reply in rejected)
     return [
-        Bar("a refusal, p99", percentile([r.first_s for r in rejected], 99), _LEAST_REJECT_S),
-        Bar("a refusal, median", median(r.first_s for r in rejected), _LEAST_REJECT_S),
+        Bar("a refusal, p99", percentile([r.first_s for r in rejected], 99), _MOST_REJECT_S),
+        Bar("a refusal while nobody else sends, p99", percentile(alone_s, 99), _MOST_REJECT_S),
         Bar(
             "TTFT of accepted ones, p95",
             percentile([r.first_s for r in accepted], 95),
@@ -73,6 +77,22 @@ def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
         Bar("refused without Retry-After", silent, 0, "requests"),
         Bar("accepted", len(accepted) / rig.rounds, None, "of 200"),
     ]
+
+
+def _refusals_of_one(rig: Rig, client: Client, url: str) -> list[float]:
+    """Times of refusals while the queue is full and does not move, seconds."""
+    with contextlib.ExitStack() as stack:
+        long = rig.make_prompt(rig.max_model_len // 2)
+        stack.enter_context(client.stream(long, max_tokens=1, slo_class="high"))
+        wait_stats(client, lambda stats: stats["num_prefilling"] == 1)
+        waiting = [rig.prompt_of(1)] * _MAX_WAITING
+        for stream in send_together(client, waiting, {"slo_class": "low"}):
+            stack.enter_context(stream)
+        wait_stats(client, lambda stats: stats["num_waiting"] == _MAX_WAITING)
+        replies = [asyncio.run(_burst(url, [rig.prompt_of(1)]))[0] for _ in range(_NUM_LONE)]
+    if any(reply.status != 429 for reply in replies):
+        raise BenchmarkError("the queue moved before the measurement was over")
+    return [reply.first_s for reply in replies]
 
 
 async def _burst(url: str, prompts: list[str]) -> list[_Reply]:
