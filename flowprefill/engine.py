@@ -33,7 +33,7 @@ from flowprefill.kv.prefix import prefix_keys
 from flowprefill.loading import OnProgress, load_model, profile_model
 from flowprefill.passes import Passes
 from flowprefill.predictor.fitted import FittedPredictor
-from flowprefill.recorder import Recorder
+from flowprefill.recorder import PartedTimeline, Recorder
 from flowprefill.request import Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
 from flowprefill.scheduler.events import Arrival, Cancel, Decision, Drain, Event, Timer
@@ -41,6 +41,7 @@ from flowprefill.scheduler.policy import POLICIES
 from flowprefill.scheduler.scheduler import Scheduler, SchedulerOptions
 from flowprefill.stats import EngineCounters, EngineInfo, EngineStats
 from flowprefill.task_runner import TaskRunner
+from flowprefill.timeline import DeviceRun
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,14 @@ class _Close:
     deadline_s: float
 
 
-_Message = _Submitted | _CancelRequest | _TimedOut | _Close
+@dataclass(frozen=True)
+class _Record:
+    """Let it note what runs from here on; None: nothing any more."""
+
+    recorder: Recorder | None
+
+
+_Message = _Submitted | _CancelRequest | _TimedOut | _Close | _Record
 
 
 class Engine:
@@ -130,6 +138,7 @@ class Engine:
         self._runner = self._new_runner()
         self._decision = Decision(None)
         self._newcomers: set[int] = set()  # requests whose arrival the last decision answered
+        self._timeline = PartedTimeline(self._clock, self.record)
         self._close_s: float | None = None
         self._is_closed = False
         self._death: str | None = None
@@ -221,8 +230,12 @@ class Engine:
         )
 
     def record(self, recorder: Recorder | None) -> None:
-        """Let it note what the device does from its next task on; None: nothing any more."""
-        self._runner.recorder = recorder
+        """Let it note what the device does from the next boundary on; None: nothing any more."""
+        self._inbox.put(_Record(recorder))
+
+    def take_timeline(self, goes_on: bool) -> tuple[list[DeviceRun], bool]:
+        """See PartedTimeline.take; may be called as stats() may, by one thread."""
+        return self._timeline.take(goes_on)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take nothing new, let the rest end within drain_s, fail what is left, stop the thread.
@@ -315,6 +328,9 @@ class Engine:
             case _TimedOut(req_id):
                 self._book.forget(req_id)
                 return [Cancel(req_id)]
+            case _Record(recorder):
+                self._runner.recorder = recorder
+                return []
             case _CancelRequest(req_id):
                 if req_id not in self._book.live:
                     return []

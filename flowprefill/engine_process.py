@@ -60,7 +60,7 @@ class EngineState(str, enum.Enum):
 
 class EngineClient:
     """An Engine in a child process. Its methods may be called from any thread, callbacks included
-    (but `stats` not in on_output)."""
+    (but `stats` and `take_timeline` not in on_output)."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class EngineClient:
         self._held: HeldRequests[tuple[Request, bytes]] = HeldRequests()
         self._suspects = Suspects()
         self._watch = ProgressWatch(limits, config.max_slice_ms / 1000)
-        self._stats_calls: dict[int, Future[EngineStats]] = {}
-        self._stats_serials = itertools.count()
+        self._questions: dict[int, Future[Any]] = {}  # to the engine process, by serial number
+        self._serials = itertools.count()
         self._drain_s: float | None = None  # set by close()
 
         # of the supervisor thread alone
@@ -195,20 +195,15 @@ class EngineClient:
         Raises UnavailableError without a ready engine or an answer in time. Not for use in
         on_output, which holds up the thread that receives the answer.
         """
-        call: Future[EngineStats] = Future()
-        with self._lock:
-            if self._state is not EngineState.READY or self._child is None:
-                raise UnavailableError(self._why_not_ready)
-            serial = next(self._stats_serials)
-            self._stats_calls[serial] = call
-            self._child.channel.send(pack(Kind.STATS, serial))
-        try:
-            return call.result(timeout_s)
-        except FutureTimeoutError as error:
-            raise UnavailableError(f"no statistics from the engine in {timeout_s} s") from error
-        finally:
-            with self._lock:
-                self._stats_calls.pop(serial, None)
+        return EngineStats.from_wire(self._ask(Kind.STATS, None, timeout_s))
+
+    def take_timeline(self, goes_on: bool, timeout_s: float = 2.0) -> tuple[list[Any], bool]:
+        """As Engine.take_timeline, with the runs as DeviceRun.to_wire() gives them.
+
+        An engine that is replaced takes its recording along. Raises as `stats` does.
+        """
+        runs, is_full = self._ask(Kind.TIMELINE, goes_on, timeout_s)
+        return runs, is_full
 
     def close(self, drain_s: float = 0.0) -> None:
         """Let live requests run for `drain_s`, cancel the rest, end the engine process and reap it.
@@ -226,6 +221,24 @@ class EngineClient:
             self._thread.join()
         if is_first and not self._thread.is_alive():  # never started, or ended by a failure before
             self._finalise(CLOSED_MESSAGE)
+
+    def _ask(self, kind: Kind, body: Any, timeout_s: float) -> Any:
+        """The engine process's answer to [serial number, body]."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._state is not EngineState.READY or self._child is None:
+                raise UnavailableError(self._why_not_ready)
+            serial = next(self._serials)
+            self._questions[serial] = answer
+            self._child.channel.send(pack(kind, [serial, body]))
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeoutError as error:
+            message = f"no {kind.value} from the engine in {timeout_s} s"
+            raise UnavailableError(message) from error
+        finally:
+            with self._lock:
+                self._questions.pop(serial, None)
 
     # ---- the supervisor thread ----
 
@@ -292,12 +305,12 @@ class EngineClient:
             self._deliver(TokenOutput.from_wire(body))
         elif kind is Kind.PONG:
             self._watch.on_pong(body, time.monotonic())
-        elif kind is Kind.STATS:
-            serial, stats = body
+        elif kind in (Kind.STATS, Kind.TIMELINE):
+            serial, said = body
             with self._lock:
-                call = self._stats_calls.pop(serial, None)
-            if call:
-                call.set_result(EngineStats.from_wire(stats))
+                answer = self._questions.pop(serial, None)
+            if answer:
+                answer.set_result(said)
         elif kind is Kind.PROGRESS:
             if self._on_progress and not self._loaded.done():
                 self._on_progress(*body)
@@ -417,9 +430,9 @@ class EngineClient:
         with self._lock:
             lost = sorted(self._live)
             self._live.clear()
-            stats_calls, self._stats_calls = self._stats_calls, {}
-        for call in stats_calls.values():
-            call.set_exception(UnavailableError(reason))
+            questions, self._questions = self._questions, {}
+        for answer in questions.values():
+            answer.set_exception(UnavailableError(reason))
         for req_id in lost:
             self._call_on_output(_unavailable(req_id, reason))
         return len(lost)

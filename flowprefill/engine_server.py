@@ -26,6 +26,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, ModelLoadError
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
+from flowprefill.timeline import DeviceRun
 from flowprefill.wire import Channel, Kind, pack, pack_error
 
 EXIT_CRASHED = 1
@@ -44,6 +45,7 @@ class EngineLike(Protocol):
     def submit(self, request: Request) -> None: ...
     def cancel(self, req_id: int) -> None: ...
     def stats(self) -> EngineStats: ...
+    def take_timeline(self, goes_on: bool) -> tuple[list[DeviceRun], bool]: ...
     def close(self, drain_s: float = 0.0) -> None: ...
 
 
@@ -133,7 +135,12 @@ class EngineServer:
         elif kind is Kind.CANCEL:
             engine.cancel(body)
         elif kind is Kind.STATS:
-            self._channel.send(pack(Kind.STATS, [body, engine.stats().to_wire()]))
+            serial, _ = body
+            self._channel.send(pack(kind, [serial, engine.stats().to_wire()]))
+        elif kind is Kind.TIMELINE:
+            serial, goes_on = body
+            runs, is_full = engine.take_timeline(goes_on)
+            self._channel.send(pack(kind, [serial, [[run.to_wire() for run in runs], is_full]]))
         elif kind is Kind.PING:
             self._channel.send(pack(Kind.PONG, engine.num_slices))
         elif kind is Kind.CLOSE:

@@ -51,7 +51,7 @@ class TaskRunner:
     interrupt: Interrupt
     """Due: something happened that must be decided on."""
     recorder: Recorder | None = None
-    """Notes what runs. Set from any thread, counts from the next stretch of a pass on."""
+    """Notes what runs, from the next stretch of a pass on."""
 
     def run(self, decision: Decision, newcomers: set[int]) -> list[Event]:
         """Run the decided task until it ends or is left. Returns what the scheduler must know.
@@ -118,9 +118,9 @@ class TaskRunner:
         if recorder is None:
             report = self.executor.run(one.state, self.interrupt, until_s)
         else:
-            watched = recorder.watch(one.state)
+            watched = recorder.watch(task_id, one.req_ids, one.state)
             report = self.executor.run(watched, self.interrupt, until_s)
-            recorder.note_run(task_id, one.req_ids, watched, report)
+            recorder.note_run(watched, report)
         if report.is_done:  # else launched slices may still run, and busy_s would be too short
             self.predictor.observe(report.busy_s, report.profiled_s)
         return report

@@ -37,7 +37,8 @@ class Kind(str, enum.Enum):
     OUTPUT = "output"  # TokenOutput.to_wire()
     PONG = "pong"  # Engine.num_slices
     # both ways
-    STATS = "stats"  # serial number / [serial number, EngineStats.to_wire()]
+    STATS = "stats"  # [serial number, None] / [serial number, EngineStats.to_wire()]
+    TIMELINE = "timeline"  # [number, goes_on] / [number, [[DeviceRun.to_wire(), ...], is_full]]
 
 
 Message = tuple[Kind, Any]

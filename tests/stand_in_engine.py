@@ -21,6 +21,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, PromptTooLongError
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
+from flowprefill.timeline import DeviceRun
 
 SLEEP_FOR_EVER, HOLD_THE_GIL, CRASH, RAISE, TOO_LONG, PRINT, BUG_IN_SUBMIT = range(900_000, 900_007)
 STEP_S = 0.002
@@ -55,6 +56,9 @@ class StandInEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_decoding=len(self._live), num_slices=self.num_slices)
+
+    def take_timeline(self, goes_on: bool) -> tuple[list[DeviceRun], bool]:
+        return [DeviceRun(None, (1,), 1.0, 2.0, goes_on)], False
 
     def close(self, drain_s: float = 0.0) -> None:
         self._drain_until_s = time.monotonic() + drain_s

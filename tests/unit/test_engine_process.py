@@ -29,6 +29,7 @@ from flowprefill.errors import (
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo
 from flowprefill.supervision import Supervision
+from flowprefill.timeline import DeviceRun
 from tests import stand_in_engine
 from tests.factories import make_request
 
@@ -165,6 +166,14 @@ def test_stats_come_from_the_engine(harness: Callable[..., Harness]) -> None:
     h.submit(1, max_tokens=ENDLESS)
     h.wait(lambda: h.outputs[1])
     assert h.client.stats().num_decoding == 1
+
+
+def test_a_timeline_comes_from_the_engine(harness: Callable[..., Harness]) -> None:
+    h = harness().start()
+    for goes_on in (True, False):
+        (wire,), is_full = h.client.take_timeline(goes_on)
+        assert DeviceRun.from_wire(wire) == DeviceRun(None, (1,), 1.0, 2.0, goes_on)
+        assert not is_full
 
 
 def test_stats_are_answered_while_the_engine_thread_is_stuck(

@@ -17,13 +17,15 @@ from flowprefill.config import EngineConfig
 from flowprefill.programs.slices import SliceLimits
 from flowprefill.recorder import Recorder
 from flowprefill.request import SLO
-from flowprefill.timeline import preempted
+from flowprefill.timeline import DeviceRun, preempted
 from tests.engine_harness import patient, running, urgent
 from tests.factories import write_tiny_model
 from tests.native_kernels import KERNELS, require_native
 from tests.unit.plots.test_chrome_trace import check_device_does_one_thing, check_valid
 
 NUM_LAYERS = 3
+NUM_GROUPS = 3 * (NUM_LAYERS - 1) + 2
+"""Of a short prefill: its last layer is a qkv and a head."""
 
 
 @pytest.fixture
@@ -116,3 +118,72 @@ def test_groups_are_those_of_the_plan_within_their_run(
         edges += [group.start_s, group.end_s]
     edges.append(run.end_s)
     assert all(a <= b for a, b in itertools.pairwise(edges))
+
+
+def test_recording_begins_at_a_boundary_of_what_runs(model: Path, recorder: Recorder) -> None:
+    with running(model) as h:
+        h.at_slice(4, lambda: h.engine.record(recorder))
+        h.submit(patient(1, max_tokens=1))
+        h.play()
+    (run,) = recorder.runs
+    assert (run.req_ids, run.is_done) == ((1,), True)
+    assert 0 < len(run.slices) < NUM_GROUPS  # its beginning was not recorded
+
+
+def test_a_timeline_is_taken_in_parts_that_add_up(model: Path) -> None:
+    taken: list[DeviceRun] = []
+
+    def take(goes_on: bool) -> None:
+        runs, is_full = h.engine.take_timeline(goes_on)
+        assert not is_full
+        taken.extend(runs)
+
+    with running(model) as h:
+        take(True)
+        assert not taken
+        h.at_slice(4, lambda: h.submit(urgent(2, max_tokens=1)))
+        h.at_slice(11, lambda: take(True))
+        h.submit(patient(1, max_tokens=1))
+        h.play()
+        num_before = len(taken)
+        take(False)
+        h.submit(patient(3))
+        h.play()
+        take(False)
+    assert 0 < num_before < len(taken)
+    assert [(run.req_ids, run.is_done) for run in taken] == [
+        ((1,), False),
+        ((2,), True),
+        ((1,), True),
+    ]
+
+
+def test_the_end_of_a_recording_has_what_ran_of_the_stretch_in_progress(model: Path) -> None:
+    ends: list[list[DeviceRun]] = []
+    with running(model) as h:
+        h.engine.take_timeline(True)
+        h.at_slice(4, lambda: ends.append(h.engine.take_timeline(False)[0]))
+        h.submit(patient(1, max_tokens=1))
+        h.play()
+    ((run,),) = ends
+    assert (run.req_ids, run.is_done) == ((1,), False)
+    assert run.slices and run.start_s == run.slices[0].start_s and run.end_s == run.slices[-1].end_s
+
+
+def test_a_full_recorder_says_so_and_notes_no_more(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowprefill.recorder.MAX_RECORDS", 3)
+    with running(model) as h:
+        h.engine.take_timeline(True)
+        for req_id in (1, 2, 3):
+            h.submit(patient(req_id))
+            h.end(req_id)
+        runs, is_full = h.engine.take_timeline(True)
+        assert is_full and [run.req_ids for run in runs] == [(1,)]
+        assert h.engine.take_timeline(False) == ([], True)
+        assert h.engine.take_timeline(True) == ([], False)  # a new one
+        h.submit(patient(4))
+        h.end(4)
+        runs, _ = h.engine.take_timeline(False)
+        assert [run.req_ids for run in runs] == [(4,)]

@@ -2,7 +2,7 @@
 
 The process "device" has one track: what it ran, task by task. The process "requests" has a track
 per request: a bar from arrival to first token, in it the operator groups that ran for the request;
-instants mark its preemptions, its first token and its deadline. Format: "Trace Event Format",
+instants mark its preemptions, first token, deadline and failure. Format: "Trace Event Format",
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
@@ -87,6 +87,8 @@ def _request_bar(request: RequestSpan) -> Iterator[Json]:
         if is_answered
         else None,
     }
+    if request.client_id:
+        arguments["client_id"] = request.client_id
     if is_answered:
         name = "on time" if request.is_on_time else "late"
         times_s = request.arrival_s, request.first_token_s
@@ -96,6 +98,8 @@ def _request_bar(request: RequestSpan) -> Iterator[Json]:
         yield _instant(request.req_id, "arrival", request.arrival_s)
     if request.deadline_s < math.inf:
         yield _instant(request.req_id, "deadline", request.deadline_s)
+    if request.end_s < math.inf and request.outcome != "finished":
+        yield _instant(request.req_id, request.outcome, request.end_s)
 
 
 def _bar(

@@ -126,6 +126,13 @@ def test_tracks_are_named_and_ordered_by_arrival() -> None:
     assert order == {1: 0, 2: 1}
 
 
+def test_what_a_server_knows_of_a_request_is_there() -> None:
+    gone = RequestSpan(4, "chat", 50, 1.0, 1.5, 9.0, "mine", 2.0, "CANCELLED", 16, 1)
+    bar, first, failure, deadline = check_valid(chrome_trace([], [gone], {}))[REQUESTS, 5]
+    assert bar["args"]["client_id"] == "mine"
+    assert names([first, failure, deadline]) == ["first token", "CANCELLED", "deadline"]
+
+
 def test_a_pack_lists_a_few_requests_and_shows_in_all_their_tracks() -> None:
     ids = tuple(range(9))
     run = DeviceRun(1, ids, 0.0, 1.0, True, [SliceGroup("qkv", 0.0, 1.0, 1.0)])
