@@ -1,4 +1,4 @@
-"""The asyncio client: the same calls as client.py, awaited."""
+"""The asyncio client: the same calls as client.py, awaited; timelines are for the other one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ from flowprefill_client.messages import (
     cancel_request,
     generate_request,
     parse_control_response,
+    parse_timeline_part,
     stats_request,
+    timeline_request,
 )
 
 
@@ -154,6 +156,22 @@ class Client:
         stats: dict[str, Any] = json.loads(self._control(stats_request(self._model)))
         return stats
 
+    def record_timeline(self, seconds: float) -> Iterator[dict[str, Any]]:
+        """Record what the model's engine does, 60 s at most; returns at once.
+
+        Parts come twice a second; `gather` of flowprefill.timeline puts them together. The first
+        one, which is empty, comes when the recording has begun. Raises ServerError where a part
+        should be and is none, for one while another recording runs.
+        """
+        request = timeline_request(self._model, seconds)
+        timeout_s = seconds + CONTROL_TIMEOUT_S
+        return _timeline_parts(self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s))
+
+    def end_timeline(self) -> bool:
+        """End the recording that runs, whoever asked for it: its last part is sent. False if none
+        runs."""
+        return self._control(timeline_request(self._model, 0.0)) == "ended"
+
     def close(self) -> None:
         """Cancel what still runs and close the connection."""
         self._channel.close()
@@ -170,3 +188,11 @@ class Client:
             return parse_control_response(list(call))
         except grpc.RpcError as error:
             raise ServerError.from_rpc(error) from None
+
+
+def _timeline_parts(call: Any) -> Iterator[dict[str, Any]]:
+    try:
+        for message in call:
+            yield parse_timeline_part(message)
+    except grpc.RpcError as error:
+        raise ServerError.from_rpc(error) from None

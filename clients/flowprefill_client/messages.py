@@ -80,6 +80,13 @@ def stats_request(model: str) -> Any:
     return request
 
 
+def timeline_request(model: str, seconds: float) -> Any:
+    """Ask the model to record a timeline of its engine; 0 ends the one that is being recorded."""
+    request = _new_request(model)
+    request.parameters["record_timeline"].double_param = seconds
+    return request
+
+
 def parse_response(message: Any) -> dict[str, Any]:
     """Output name -> first element: str for strings, int for counts.
 
@@ -103,6 +110,17 @@ def parse_control_response(messages: list[Any]) -> str:
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise ServerError(f"a control request was answered by {texts!r} instead of one text")
     return texts[0]
+
+
+def parse_timeline_part(message: Any) -> dict[str, Any]:
+    """One part of a timeline. Raises ServerError if the message is an error or no such part."""
+    text = parse_response(message).get("text_output", "")
+    try:
+        part = json.loads(text)
+        part["runs"], part["requests"], part["end"]
+    except (ValueError, TypeError, KeyError):
+        raise ServerError(f"a timeline was asked for, the answer was {text[:80]!r}") from None
+    return dict(part)
 
 
 def _encode_prompt(prompt: Prompt) -> tuple[str, str | None]:

@@ -70,6 +70,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response("cancelled" if known else "not found", "stop")
         elif "engine_stats" in request.parameters:
             yield response(json.dumps({"num_decisions": 3}), "stop")
+        elif "record_timeline" in request.parameters:
+            yield from self.record(request.parameters["record_timeline"].double_param)
         elif kind == "bad":
             yield error("[INVALID_ARG] Error generating stream: ttft_slo_ms=-1: must be > 0")
         elif kind == "late":
@@ -88,6 +90,22 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response("Hel")
             yield response("", num_tokens=1)
             yield response("lo ✓", "length", num_tokens=2, timing='{"ttft_s": 0.25}')
+
+    def record(self, seconds: float) -> Iterator[Any]:
+        """A timeline that goes on until another request ends it; of 2 s: none, of 1 s: fails."""
+        part = {"runs": [], "requests": []}
+        if seconds == 0:
+            self.live.release()
+            yield response("ended", "stop")
+        elif seconds == 2:
+            yield response("once upon a time", "stop")
+        else:
+            yield response(json.dumps({**part, "end": ""}))
+            if seconds == 1:
+                yield error("[UNAVAILABLE] engine died")
+            else:
+                self.live.acquire(timeout=WAIT_S)
+                yield response(json.dumps({**part, "end": "asked"}), "stop")
 
 
 @pytest.fixture()
@@ -296,6 +314,25 @@ def test_control_requests(client: Client, triton: FakeTriton) -> None:
     assert client.cancel("unknown") is False
     assert client.engine_stats() == {"num_decisions": 3}
     assert all(tensors(r) == {"text_input": [b""]} for r in triton.requests)
+
+
+def test_a_timeline_comes_in_parts_and_can_be_ended(client: Client) -> None:
+    parts = client.record_timeline(60)
+    assert next(parts)["end"] == ""
+    assert client.end_timeline() is True
+    assert [part["end"] for part in parts] == ["asked"]
+
+
+def test_a_timeline_that_fails_keeps_its_parts(client: Client) -> None:
+    parts = client.record_timeline(1)
+    assert next(parts)["end"] == ""
+    with pytest.raises(ServerError, match="engine died"):
+        next(parts)
+
+
+def test_a_model_that_answers_with_text_records_no_timelines(client: Client) -> None:
+    with pytest.raises(ServerError, match=r"a timeline was asked for.*'once upon a time'"):
+        next(client.record_timeline(2))
 
 
 def test_no_server_is_an_error_that_says_so() -> None:
