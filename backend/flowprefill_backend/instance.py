@@ -43,6 +43,7 @@ from flowprefill_backend.response import (
     part_response,
     text_response,
 )
+from flowprefill_backend.timeline import Timelines
 from flowprefill_backend.timing import RequestTiming
 from flowprefill_backend.workers import Job, Worker
 
@@ -67,6 +68,8 @@ class EngineLike(Protocol):
     def cancel(self, req_id: int) -> None: ...
 
     def stats(self) -> EngineStats: ...
+
+    def take_timeline(self, goes_on: bool) -> tuple[list[Any], bool]: ...
 
     @property
     def state(self) -> EngineState: ...
@@ -122,6 +125,14 @@ class Instance:
         self._senders = [Worker(f"sender-{i}", on_error) for i in range(NUM_SENDERS)]
         self._asker = Worker("asker", on_error, *bounds)
         self._poller = CancelPoller(config.cancel_poll_ms / 1000, self._cancel, on_error)
+        facts = {
+            "architecture": self.info.architecture,
+            "dtype": self.info.dtype,
+            "device": self.info.device,
+            "policy": config.policy,
+            "granularity": config.granularity,
+        }
+        self._timelines = Timelines(self._engine, self._live, facts, self._send_timeline)
         tally = Tally()
         self._counts = RequestCounts(tally)
         page = make_page(self.info)
@@ -142,6 +153,7 @@ class Instance:
     def refuse_new(self) -> None:
         """From now on every request is answered UNAVAILABLE; those that run go on."""
         self._live.refuse_new(STOPPING_MESSAGE)
+        self._timelines.close()
 
     def drain(self, timeout_s: float) -> int:
         """After refuse_new: let what runs finish, and fail after `timeout_s` what still does.
@@ -162,6 +174,7 @@ class Instance:
     def close(self) -> None:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
         self._is_closing = True
+        self._timelines.close()
         if self._metrics:
             self._metrics.close(CLOSE_TIMEOUT_S)
         self._poller.close(CLOSE_TIMEOUT_S)
@@ -313,6 +326,13 @@ class Instance:
 
     def _obey(self, live: LiveRequest, command: Control) -> None:
         """Answer a control request; it is never live itself, so nothing can cancel it."""
+        if command.timeline_s:
+            self._timelines.begin(live, command.timeline_s)
+            return
+        if command.timeline_s is not None:
+            response = text_response("ended" if self._timelines.end() else "not found")
+            self._post(live, partial(self._close, live, response))
+            return
         if command.cancel_id is None:
             self._asker.post(partial(self._send_stats, live))
             return
@@ -329,6 +349,10 @@ class Instance:
             response = error_response(error, live.names_error_code)
         self._post(live, partial(self._close, live, response))
 
+    def _send_timeline(self, live: LiveRequest, response: Any, is_last: bool) -> None:
+        send = partial(self._close, live, response) if is_last else partial(live.send, response)
+        self._post(live, send)
+
     def _fail(self, live: LiveRequest, error: Exception) -> None:
         self._close(live, error_response(error, live.names_error_code), error)
 
@@ -341,8 +365,10 @@ class Instance:
 
     def _close(self, live: LiveRequest, response: Any, error: Exception | None = None) -> None:
         """Send the last response; error: why it is no answer in full."""
-        self._live.discard(live)
         is_first = not live.is_closed  # only this lane closes it
+        if is_first and live.is_counted:
+            self._timelines.note_end(live, error)
+        self._live.discard(live)
         try:
             live.close(response)
         except Exception as failure:

@@ -30,10 +30,12 @@ from flowprefill_backend.prompt import JSON_GROWTH, MESSAGES, TEXT, prompt_forma
 
 CANCEL_ID = "cancel_id"
 ENGINE_STATS = "engine_stats"
+RECORD_TIMELINE = "record_timeline"
 NAMES_ERROR_CODE = "error_code_in_message"
 """Request parameter of callers inside the server, to whom only an error's text arrives."""
 RETURN_TIMING = "return_timing"
 """An input, and a request parameter for clients that do not know if the model has that input."""
+MAX_TIMELINE_S = 60.0
 MAX_PARAMETERS_BYTES = 2**20
 """JSON text of the sampling parameters, and of the request's parameters, at most."""
 
@@ -84,7 +86,9 @@ class Control:
     """A request to the backend itself; its text_input is not looked at."""
 
     cancel_id: str | None = None
-    """Triton id of the live request to cancel; None: engine_stats is asked for."""
+    """Triton id of the live request to cancel."""
+    timeline_s: float | None = None
+    """Record so long; 0: end the recording that runs. Without either: engine_stats is asked for."""
 
 
 def read(request: Any, arrival_s: float) -> RawRequest:
@@ -121,7 +125,7 @@ def screen(raw: RawRequest, info: EngineInfo, tokenizer: Tokenizer) -> None:
 
 
 def control(raw: RawRequest) -> Control | None:
-    """The control request that `raw` is, or None. Raises InvalidParameterError naming cancel_id."""
+    """The control request that `raw` is, or None. Raises InvalidParameterError naming the field."""
     cancel_id = raw.parameters.get(CANCEL_ID)
     if _mentions(raw, CANCEL_ID):
         # A broken text is no control request; parse() is the one to say what is wrong with it.
@@ -134,6 +138,12 @@ def control(raw: RawRequest) -> Control | None:
         if not is_id or cancel_id == "":
             raise InvalidParameterError(CANCEL_ID, cancel_id, "the id of a request")
         return Control(cancel_id=str(cancel_id))
+    if (seconds := raw.parameters.get(RECORD_TIMELINE)) is not None:
+        is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+        if not is_number or not 0 <= seconds <= MAX_TIMELINE_S:
+            limit = f"seconds, 0 (which ends a recording) to {MAX_TIMELINE_S:g}"
+            raise InvalidParameterError(RECORD_TIMELINE, seconds, limit)
+        return Control(timeline_s=float(seconds))
     if str(raw.parameters.get(ENGINE_STATS, "")).lower() in ("true", "1"):
         return Control()
     return None

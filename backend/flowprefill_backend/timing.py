@@ -16,25 +16,26 @@ class RequestTiming:
     def __init__(self, arrival_s: float, slo: SLO) -> None:
         """arrival_s: CLOCK_MONOTONIC seconds at which the backend got the request"""
         self.slo = slo
+        self.arrival_s = arrival_s
+        self.first_token_s: float | None = None
+        """When the first token was ready to be sent; None before."""
         self.prefill: PrefillTiming | None = None
         """None before the first token."""
         self.num_output_tokens = 0
         self.gap_s: float | None = None
         """Between the last token and the one before; None before the second token."""
-        self._arrival_s = arrival_s
-        self._first_token_s: float | None = None
         self._last_token_s = 0.0
         self._num_preemptions = 0
 
     @property
     def ttft_s(self) -> float | None:
         """Arrival to the moment in which the first token was ready to be sent; None without one."""
-        return None if self._first_token_s is None else self._first_token_s - self._arrival_s
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
     def queue_s(self) -> float | None:
         """Arrival to its first slice on the device; None without a token."""
-        return self.prefill.started_s - self._arrival_s if self.prefill else None
+        return self.prefill.started_s - self.arrival_s if self.prefill else None
 
     @property
     def is_on_time(self) -> bool:
@@ -43,7 +44,7 @@ class RequestTiming:
 
     def age_s(self, now_s: float) -> float:
         """Since its arrival."""
-        return now_s - self._arrival_s
+        return now_s - self.arrival_s
 
     def note(self, output: TokenOutput, now_s: float) -> None:
         """Take an output of the engine that is about to be answered."""
@@ -51,8 +52,8 @@ class RequestTiming:
         self.prefill = output.prefill or self.prefill
         if output.token_id is not None:
             self.num_output_tokens += 1
-            if self._first_token_s is None:
-                self._first_token_s = now_s
+            if self.first_token_s is None:
+                self.first_token_s = now_s
             else:
                 self.gap_s = now_s - self._last_token_s
             self._last_token_s = now_s

@@ -21,6 +21,10 @@ class ScriptedEngine:
         self.now = EngineStats(num_decoding=3)
         self.num_asked = 0
         self.is_closed = False
+        self.is_recording = False
+        self.recorded: list[Any] = []
+        """Runs, as on the wire, that a timeline has next."""
+        self.is_full = False
         self.submit_error: FlowPrefillError | None = None
         self.cancelled: list[int] = []
         self._on_output = on_output
@@ -52,6 +56,13 @@ class ScriptedEngine:
         if self.state is not EngineState.READY:
             raise UnavailableError("the engine restarts")
         return self.now
+
+    def take_timeline(self, goes_on: bool) -> tuple[list[Any], bool]:
+        if self.state is not EngineState.READY:
+            raise UnavailableError("the engine restarts")
+        self.is_recording = goes_on
+        runs, self.recorded = self.recorded, []
+        return runs, self.is_full
 
     def close(self, drain_s: float = 0.0) -> None:
         self.is_closed = True
