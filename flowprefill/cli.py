@@ -1,4 +1,4 @@
-"""The command line: `flowprefill serve | generate | simulate | replay | bench | version`.
+"""The command line: `flowprefill serve | generate | simulate | replay | timeline | bench`.
 
 Commands import what they need when they run, so that `--help` answers at once.
 """
@@ -27,6 +27,7 @@ from flowprefill.bench import (
     scheduler,
     server_goodput,
     simulate,
+    timeline,
 )
 from flowprefill.bench.peers import export_hf
 from flowprefill.bench.scenarios import command as scenarios
@@ -65,6 +66,7 @@ bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
 app.command("replay")(replay.run)
+app.command("timeline")(timeline.run)
 
 
 def main() -> None:
