@@ -45,7 +45,7 @@ function ttftText(request) {
   if (request.firstToken !== null) {
     return duration(request.firstToken - request.arrival) + (request.isLate ? " late" : "");
   }
-  return request.outcome || "waiting";
+  return request.outcome || "no token yet";
 }
 
 function tooltip(request, run) {

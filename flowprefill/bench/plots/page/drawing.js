@@ -120,7 +120,7 @@ function shares() {
     busy[run.isPrefill] += Math.max(0, Math.min(run.end, view.to) - Math.max(run.start, view.from));
   }
   const [decode, prefill] = busy.map((us) => Math.round(100 * us / (view.to - view.from)));
-  return `prefill ${prefill} %, decode ${decode} % of the time seen`;
+  return `prefill ${prefill} %, decode ${decode} % of this view`;
 }
 
 function drawLane(request, y) {
@@ -136,7 +136,7 @@ function drawLane(request, y) {
   text(ttftText(request), ttft, middle, ink, "right", ttft - tokens - 10);
   clipped(GUTTER, y, width - GUTTER, LANE, () => {
     drawBand(request, y);
-    drawRuns(request.steps, y + 7, LANE - 14);
+    drawRuns(request.steps, y + 7, LANE - 14, request);
     drawRuns(request.prefills, y + 4, LANE - 8, request);
     drawMarks(request, y, ink);
   });
@@ -207,7 +207,10 @@ function drawGroups(run, klass, y, high, scale) {
     drawSliceEdges(left, Math.min(right - 1, width), slice * scale, y, high);
     const name = data.groups[group];
     const from = Math.max(left, GUTTER) + 4;
-    if (pen.measureText(name).width < Math.min(right, width) - from - 4) {
+    const wide = pen.measureText(name).width;
+    if (wide < Math.min(right, width) - from - 4) {
+      pen.fillStyle = colors.shade(klass, group);
+      pen.fillRect(from - 2, y, wide + 4, high);  // over edges of slices
       text(name, from, y + high / 2, colors.back);
     }
   }
