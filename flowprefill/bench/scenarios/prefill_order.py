@@ -127,8 +127,33 @@ def prompts_back_to_back(rig: Rig) -> list[Bar]:
 # ---- rows 4 and 5: a high rank behind low ones --------------------------------------------------
 
 
+@dataclass
+class _Probes:
+    """Times of the high requests of one scenario, seconds."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    queue_s: list[float] = field(default_factory=list)
+    """From the arrival at the server to the first slice."""
+
+    def send(self, client: Client, prompt: str, objectives: dict[str, Any]) -> None:
+        answer = client.generate(
+            prompt, max_tokens=1, sampling=GREEDY, return_timing=True, **objectives
+        )
+        self.ttft_s.append(ttft_s(answer))
+        assert answer.timing is not None
+        self.queue_s.append(answer.timing["queue_s"])
+
+    def bars(self, rig: Rig, solo_s: list[float]) -> list[Bar]:
+        return [
+            Bar("TTFT of the high one", median(self.ttft_s), median(solo_s) + 2 * rig.tick_s),
+            Bar("its arrival to its first slice", median(self.queue_s), rig.tick_s),
+            Bar("the same, worst", max(self.queue_s), None),
+        ]
+
+
 def high_beside_full_slots(rig: Rig) -> list[Bar]:
     """Four low streams take all of max_num_seqs=4, and one high request of 64 tokens comes."""
+    probes = _Probes()
     with rig.model("slots", max_num_seqs=4) as client:
         solo_s = [solo_ttft_s(rig, client, 64, **HIGH) for _ in range(2 * rig.rounds)]
         with contextlib.ExitStack() as stack:
@@ -136,41 +161,31 @@ def high_beside_full_slots(rig: Rig) -> list[Bar]:
                 stream = client.stream(rig.make_prompt(64), max_tokens=2000, sampling=GREEDY, **LOW)
                 stack.enter_context(stream)
             wait_stats(client, lambda stats: stats["num_decoding"] == 4)
-            busy_s = [_ttft_beside(rig, client) for _ in range(2 * rig.rounds)]
+            for _ in range(2 * rig.rounds):
+                probes.send(client, rig.make_prompt(64), HIGH)
             if client.engine_stats()["num_decoding"] != 4:
                 raise BenchmarkError("the streams ended before the measurement did")
-    return [
-        Bar("TTFT of the high one", median(busy_s), median(solo_s) + 2 * rig.tick_s),
-        Bar("the worst of them", max(busy_s), None),
-    ]
-
-
-def _ttft_beside(rig: Rig, client: Client) -> float:
-    answer = client.generate(rig.make_prompt(64), max_tokens=1, sampling=GREEDY, **HIGH)
-    return ttft_s(answer)
+    return probes.bars(rig, solo_s)
 
 
 def high_behind_thirty_low(rig: Rig) -> list[Bar]:
     """30 low requests of 8 C, and at three ticks one of 2 C, high; then the same as an equal."""
-    solo_s, high_s, equal_s = [], [], []
+    solo_s, high, equal = [], _Probes(), _Probes()
     for _ in range(rig.rounds):
         solo_s.append(solo_ttft_s(rig, rig.client, rig.num_tokens(2), **HIGH))
-        high_s.append(_behind_thirty(rig, HIGH))
-        equal_s.append(_behind_thirty(rig, LOW))
-    return [
-        Bar("TTFT of the high one", median(high_s), median(solo_s) + 2 * rig.tick_s),
-        Bar("of an equal one, control", median(equal_s), None),
-    ]
+        _send_behind_thirty(rig, high, HIGH)
+        _send_behind_thirty(rig, equal, LOW)
+    control = Bar("TTFT of an equal one, control", median(equal.ttft_s), None)
+    return [*high.bars(rig, solo_s), control]
 
 
-def _behind_thirty(rig: Rig, objectives: dict[str, Any]) -> float:
+def _send_behind_thirty(rig: Rig, probes: _Probes, objectives: dict[str, Any]) -> None:
     prompts, prompt = [rig.prompt_of(8) for _ in range(30)], rig.prompt_of(2)
     wait_idle(rig.client)
     with reading(send_together(rig.client, prompts, LOW)) as answers:
         time.sleep(3 * rig.tick_s)
-        answer = rig.client.generate(prompt, max_tokens=1, sampling=GREEDY, **objectives)
+        probes.send(rig.client, prompt, objectives)
         answers()
-    return ttft_s(answer)
 
 
 # ---- row 6: a low rank beside a full load of high ones ------------------------------------------
