@@ -29,8 +29,12 @@ from flowprefill.server_layout import (
     lay_out_backends,
 )
 from flowprefill.server_log import EXIT_TIMEOUT_VARIABLE, STOP_FD_VARIABLE, ServerLog
+from flowprefill.thread_stacks import thread_stacks
 
 _POLL_S = 0.05
+_STACK_BYTES = 2**28
+"""tritonserver 2.51 copies an HTTP body onto a thread's stack: with the usual 8 MB, a body of 6 MB
+ends the server."""
 UNLOAD_TIMEOUT_S = 5
 """Beyond the exit timeout: what unloading may take. Each model costs a second of waiting in
 tritonserver and some tenths of ours, more on a busy machine; it may only begin at the timeout."""
@@ -144,17 +148,18 @@ class TritonServer:
             EXIT_TIMEOUT_VARIABLE: str(self.options.exit_timeout_s),
         }
         try:
-            self._process = subprocess.Popen(
-                [str(installation.binary), *self._arguments(backends)],
-                cwd=files.run_dir,  # the stub imports `model` from the working directory first
-                env=_environment(installation) | stop_variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # A terminal's Ctrl-C reaches only us, and we stop the children in order.
-                start_new_session=True,
-                pass_fds=(files.fd, stop_fd),
-            )
+            with thread_stacks(_STACK_BYTES):
+                self._process = subprocess.Popen(
+                    [str(installation.binary), *self._arguments(backends)],
+                    cwd=files.run_dir,  # the stub imports `model` from the working directory first
+                    env=_environment(installation) | stop_variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    # A terminal's Ctrl-C reaches only us, and we stop the children in order.
+                    start_new_session=True,
+                    pass_fds=(files.fd, stop_fd),
+                )
         finally:
             os.close(stop_fd)
         assert self._process.stdout is not None
