@@ -1,25 +1,14 @@
-"""One real tritonserver for the whole test session, with a repository that tests may add to."""
+"""Tests against a real tritonserver: that of tests/live_server.py, or one of their own."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tritonclient.grpc as grpcclient
-import tritonclient.http as httpclient
 
-from flowprefill.server import ServerOptions, TritonServer, free_ports
-from flowprefill_client import Client
+from tests.live_server import LOAD_TIMEOUT_S, MODEL, ROOT, SYNC_MODEL, group_members, wait_for
 
-ROOT = Path(__file__).parents[2]
-MODEL = "smollm2"
-SYNC_MODEL = "smollm2_sync"
-LOAD_TIMEOUT_S = 120.0
+__all__ = ["LOAD_TIMEOUT_S", "MODEL", "ROOT", "SYNC_MODEL", "group_members", "wait_for"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,66 +16,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
-    """The first true value of `condition`; fails after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.02)
-    pytest.fail(f"not within {timeout_s} s: {what or condition}")
-
-
-def group_members(group: int) -> dict[int, str]:
-    """Pid -> command line of every living process in a process group."""
-    members = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == group:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command:  # a zombie has none
-                    members[int(entry.name)] = command
-        except (ProcessLookupError, FileNotFoundError):
-            continue
-    return members
-
-
-@pytest.fixture(scope="session")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project's model repository."""
-    target = tmp_path_factory.mktemp("repository")
-    shutil.copytree(ROOT / "model_repository", target, dirs_exist_ok=True)
-    return target
-
-
-@pytest.fixture(scope="session")
-def server(repository: Path) -> Iterator[TritonServer]:
-    http_port, grpc_port, metrics_port = free_ports(3)
-    options = ServerOptions(
-        repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
-    )
-    with TritonServer(options) as running:
-        yield running
-
-
-@pytest.fixture
-def http(server: TritonServer) -> Iterator[Any]:
-    client = httpclient.InferenceServerClient(server.http_url, network_timeout=LOAD_TIMEOUT_S)
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def grpc(server: TritonServer) -> Iterator[Any]:
-    client = grpcclient.InferenceServerClient(server.grpc_url)
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def client(server: TritonServer) -> Iterator[Client]:
-    with Client(server.grpc_url, MODEL) as connected:
-        yield connected

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +16,12 @@ from flowprefill.server import TritonServer
 from flowprefill_backend.metric_families import Family, make_families
 from flowprefill_client import Client, ServerError
 from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, group_members, wait_for
+from tests.metrics_page import ENDS, Page, settled
 
 NAME = "metered"
 MAX_MODEL_LEN = 2048
-WAIT_S = 60.0
 PROMPT = "The capital of France is"
 ENDLESS = {"ignore_eos": True, "temperature": 0}
-ENDS = ("finished", "cancelled", "rejected", "failed")
-
-
-class Page:
-    """What the page says of one model at one moment."""
-
-    def __init__(self, server: TritonServer) -> None:
-        with urllib.request.urlopen(server.metrics_url, timeout=10) as reply:
-            self.text = reply.read().decode()
-        self.kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", self.text, re.MULTILINE))
-        self.values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-        for name, labels, value in re.findall(r"^([\w:]+)\{(.*)\} (\S+)$", self.text, re.MULTILINE):
-            pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            if pairs.pop("model", None) == NAME and pairs.pop("version", None) == "1":
-                self.values[(name, frozenset(pairs.items()))] = float(value)
-
-    def value(self, name: str, **labels: str) -> float:
-        return self.values[(name, frozenset(labels.items()))]
-
-    def total(self, name: str) -> float:
-        """Over all labels."""
-        return sum(value for (found, _), value in self.values.items() if found == name)
-
-    def requests(self, what: str) -> float:
-        return self.total(f"flowprefill_requests_{what}_total")
-
-    def is_balanced(self) -> bool:
-        ended = sum(self.requests(end) for end in ENDS)
-        return self.requests("started") == ended + self.value("flowprefill_requests_live")
-
-    def gauges(self) -> dict[str, float]:
-        """Those that are 0 at rest."""
-        names = ("vllm:num_requests_waiting", "vllm:num_requests_running",
-                 "vllm:kv_cache_usage_perc", "flowprefill_parked_bytes",
-                 "flowprefill_requests_live")  # fmt: skip
-        used = {"kv_cache_block_type": "used"}
-        blocks = self.value("nv_trt_llm_kv_cache_block_metrics", **used)
-        return {**{name: self.value(name) for name in names}, "blocks": blocks}
 
 
 @pytest.fixture
@@ -79,19 +39,6 @@ def metered(http: Any, server: TritonServer, repository: Path) -> Iterator[tuple
         yield client, engine_pid
     http.unload_model(NAME)
     wait_for(http.is_server_ready, LOAD_TIMEOUT_S, "it is unloaded")
-
-
-def settled(server: TritonServer, condition: Callable[[Page], bool], what: str) -> Page:
-    """A page of which this is true, and that is no half of an update: so was the one before."""
-    pages = [Page(server)]
-
-    def look() -> Page | None:
-        pages.append(Page(server))
-        is_same = pages[-1].values == pages[-2].values
-        return pages[-1] if is_same and condition(pages[-1]) else None
-
-    found: Page = wait_for(look, WAIT_S, what)
-    return found
 
 
 def engine_pids(server: TritonServer) -> set[int]:
@@ -112,7 +59,7 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     server: TritonServer, metered: tuple[Client, int]
 ) -> None:
     client, engine_pid = metered
-    page = Page(server)  # complete when the model is ready
+    page = Page(server, NAME)  # complete when the model is ready
     for family in make_families(MAX_MODEL_LEN):
         assert_described(page, family)
     assert page.requests("started") == 0 and page.gauges() == dict.fromkeys(page.gauges(), 0)
@@ -130,7 +77,7 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     def is_at_rest(page: Page) -> bool:
         return page.requests("started") == 7 and not any(page.gauges().values())
 
-    page = settled(server, is_at_rest, "seven requests have their ends on the page")
+    page = settled(server, NAME, is_at_rest, "seven requests have their ends on the page")
     assert page.is_balanced()
     assert [page.requests(end) for end in ENDS] == [4, 1, 2, 0]
     assert page.value("flowprefill_requests_rejected_total", reason="invalid") == 1
@@ -160,7 +107,7 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
 
     stream = client.stream(PROMPT, max_tokens=1500, sampling=ENDLESS)
     next(stream)
-    running = settled(server, lambda p: p.value("vllm:num_requests_running") == 1, "it runs")
+    running = settled(server, NAME, lambda p: p.value("vllm:num_requests_running") == 1, "it runs")
     assert running.is_balanced() and running.value("flowprefill_requests_live") == 1
     assert running.value("vllm:kv_cache_usage_perc") > 0
     os.kill(engine_pid, signal.SIGKILL)
@@ -171,7 +118,7 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     def is_over(page: Page) -> bool:
         return page.requests("finished") == 5 and not any(page.gauges().values())
 
-    after = settled(server, is_over, "the restart is on the page")
+    after = settled(server, NAME, is_over, "the restart is on the page")
     assert after.is_balanced() and after.requests("started") == 9
     assert [after.requests(end) for end in ENDS] == [5, 1, 2, 1]
     assert after.value("flowprefill_engine_restarts_total") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import statistics
 import threading
 import time
@@ -23,6 +22,7 @@ from flowprefill.openai.server import make_server
 from flowprefill.server import TritonServer, free_ports
 from flowprefill_client import Client, Stream
 from tests.e2e.conftest import MODEL, SYNC_MODEL, wait_for
+from tests.openai_calls import post, send_raw
 
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -53,20 +53,6 @@ def port(server: TritonServer) -> Iterator[int]:
 def api(port: int) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def post(
-    port: int, path: str, body: dict[str, Any] | bytes, **headers: str
-) -> tuple[HTTPResponse, Any]:
-    """The response and its JSON, or its text if it is a stream."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", f"/v1/{path}", data, headers)
-    response = connection.getresponse()
-    text = response.read().decode()
-    connection.close()
-    is_json = response.getheader("content-type") == "application/json"
-    return response, json.loads(text) if is_json else text
 
 
 def test_a_completion_is_the_model_s_whole_or_streamed(api: OpenAI, client: Client) -> None:
@@ -304,15 +290,6 @@ def test_a_request_keeps_the_id_that_its_client_gave(port: int, api: OpenAI) -> 
 def test_unknown_fields_are_ignored(api: OpenAI) -> None:
     extra = {"reasoning_effort": "low", "whatever": [1]}
     assert api.completions.create(**COMPLETION, extra_body=extra).choices[0].text  # type: ignore[call-overload]
-
-
-def send_raw(port: int, body: dict[str, Any]) -> socket.socket:
-    """An open connection on which a request was sent."""
-    data = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
 
 
 def is_idle(client: Client) -> bool:
