@@ -1,0 +1,103 @@
+"""What routers and operators are told: gauges at rest, and control endpoints under load."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from flowprefill.server import TritonServer
+from flowprefill_client import Client
+from tests.live_server import MODEL, wait_for
+from tests.metrics_page import ENDS, Page, settled
+from tests.openai_calls import post, send_raw
+from tests.scenarios.conftest import ask_triton, status
+
+ELSEWHERE = {
+    27: [
+        "tests/e2e/test_metrics.py::test_sums_agree_after_load_and_over_the_engine_s_death",
+        "tests/backend/test_metrics.py::test_gauges_are_the_engine_s_and_are_followed_until_it_rests",
+    ],
+    28: ["tests/e2e/test_openai.py::test_health_waits_neither_for_a_prefill_nor_for_a_large_body"],
+}
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
+HALF = 50
+"""Streams over gRPC; as many over the OpenAI endpoint."""
+LONG_PROMPT = "All work and no play makes Jack a dull boy. " * 600  # about 7,200 tokens
+
+
+def urls(server: TritonServer, openai_port: int) -> list[str]:
+    """What probes and scrapers ask."""
+    triton, api = f"http://{server.http_url}/v2", f"http://127.0.0.1:{openai_port}"
+    return [f"{triton}/health/ready", f"{triton}/health/live", f"{triton}/models/{MODEL}/ready",
+            server.metrics_url, f"{api}/health", f"{api}/v1/models"]  # fmt: skip
+
+
+def test_a_mass_departure_leaves_no_gauge_behind(
+    server: TritonServer, openai_port: int, small_model: str
+) -> None:
+    """Row 27, vllm#29928: after a mass abort gauges stay frozen, and aborts are in no counter."""
+
+    def is_idle(page: Page) -> bool:
+        return not any(page.gauges().values())
+
+    before = settled(server, small_model, is_idle, "the model is idle")
+
+    def counts(page: Page) -> dict[str, float]:
+        names = ("started", *ENDS)
+        return {name: page.requests(name) - before.requests(name) for name in names}
+
+    body = {"model": small_model, "prompt": "Hello", "max_tokens": 200, "stream": True, **ENDLESS}
+    with Client(server.grpc_url, small_model) as client:
+        streams = [client.stream("Hello", max_tokens=200, sampling=ENDLESS) for _ in range(HALF)]
+        connections = [send_raw(openai_port, body) for _ in range(HALF)]
+        wait_for(
+            lambda: counts(Page(server, small_model))["started"] == 2 * HALF,
+            60,
+            "all are on the page",
+        )
+        assert len(streams) == HALF and not is_idle(Page(server, small_model))
+    for connection in connections:
+        connection.close()
+    # Nothing is sent any more: whatever comes to rest does so by itself.
+    page = settled(server, small_model, is_idle, "the gauges are at rest")
+    ended = counts(page)
+    assert page.is_balanced()
+    assert ended["started"] == ended["finished"] + ended["cancelled"] == 2 * HALF
+    assert ended["cancelled"] > HALF
+
+
+def test_control_endpoints_answer_during_a_prefill(
+    server: TritonServer, openai_port: int, client: Client
+) -> None:
+    """Row 28, llama.cpp#24866: /metrics and /health do not answer while a prompt is processed."""
+    with client.stream(LONG_PROMPT, ttft_slo_ms=3_600_000):
+        wait_for(lambda: client.engine_stats()["num_prefilling"], what="the prefill has begun")
+        for _ in range(10):
+            assert [status(url) for url in urls(server, openai_port)] == [200] * 6
+        assert client.engine_stats()["num_prefilling"] == 1  # nobody waited for its end
+
+
+def test_control_endpoints_answer_while_large_bodies_are_read(
+    server: TritonServer, openai_port: int, client: Client
+) -> None:
+    """Row 28, llama.cpp#24866: /health does not answer while a multi-MB body is tokenized."""
+    alone = client.generate("Once upon a time", max_tokens=64, sampling=ENDLESS).text
+    stream = client.stream("Once upon a time", max_tokens=64, sampling=ENDLESS)
+    first = next(stream).text
+    text = "x " * 15_000_000
+
+    def send_large() -> None:
+        body = {"model": MODEL, "prompt": text, "max_tokens": 1}
+        assert post(openai_port, "completions", body)[0].status == 413
+        answer = ask_triton(server, MODEL, "generate", {"text_input": text})
+        assert "text_input has 30000000 bytes" in answer
+
+    num_answers = 0
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send_large)
+        while not sent.done():
+            assert [status(url) for url in urls(server, openai_port)] == [200] * 6
+            num_answers += 1
+    sent.result()
+    assert num_answers > 1
+    assert first + "".join(delta.text for delta in stream) == alone
