@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import math
@@ -18,7 +19,7 @@ from flowprefill.request import FinishReason, Request
 from flowprefill.request_book import LiveRequest
 from flowprefill.scheduler.tracked import Tracked
 from flowprefill.server import TritonServer
-from flowprefill_client import Client
+from flowprefill_client import Client, ServerError
 from tests.engine_harness import Harness, alone, patient, running, urgent, wait_until
 from tests.factories import write_tiny_model
 from tests.live_server import group_members, wait_for
@@ -208,3 +209,35 @@ def send_and_abort(h: Harness, number: int, num_requests: int) -> None:
 
 def over(h: Harness, req_id: int) -> bool:
     return any(output.finish_reason for output in h.of(req_id))
+
+
+def test_aborts_at_a_server_by_call_and_by_leaving_harm_no_neighbour(client: Client) -> None:
+    """Row 12, vllm PR#52969: the same over the network, by id and by closing the stream."""
+    prompts = ["The capital of France is", "Once upon a time", "1 2 3 4 5", "Water boils at"]
+    greedy = {"temperature": 0, "ignore_eos": True}
+
+    def answer(prompt: str) -> str:
+        return client.generate(prompt, max_tokens=80, sampling=greedy).text
+
+    def send_and_abort(seed: int) -> None:
+        draw = random.Random(seed)
+        for number in range(25):
+            stream = client.stream(f"{seed} {number}", max_tokens=3, request_id=f"{seed}-{number}")
+            by_call = functools.partial(client.cancel, stream.request_id)
+            abort = draw.choice((stream.cancel, by_call))
+            timer = threading.Timer(draw.uniform(0, 0.02), abort)
+            timer.start()
+            with contextlib.suppress(ServerError):  # told so, where nothing was sent before
+                for _ in stream:
+                    pass
+            timer.join()
+
+    expected = [answer(prompt) for prompt in prompts]
+    num_before = client.engine_stats()["num_cancelled"]
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(answer, prompt) for prompt in prompts]
+        aborting = [pool.submit(send_and_abort, seed) for seed in range(4)]
+        for done in aborting:
+            done.result(PATIENT_WAIT_S)
+        assert [text.result(PATIENT_WAIT_S) for text in answers] == expected
+    assert client.engine_stats()["num_cancelled"] > num_before
