@@ -34,6 +34,7 @@ function legend() {
     [box(colors.decode), "decode step"],
     [box(colors["time-band"]), "arrival to first token"],
     [box(colors["late-band"]), "the same, late"],
+    [box(colors["none-band"]), "no token yet"],
     [mark("first", colors.time), "first token"],
     [mark("first", colors.late), "late first token"],
     [mark("deadline", colors.text), "deadline"],
