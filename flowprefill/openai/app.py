@@ -35,8 +35,8 @@ class Settings:
 
     grpc_url: str
     """host:port of tritonserver's gRPC endpoint"""
-    keep_alive_s: float = 5.0
-    """Silence of a stream after which a comment is sent."""
+    keep_alive_s: float = 2.0
+    """Silence of a stream after which a comment is sent; some proxies cut it after 5 s."""
     exit_timeout_s: float = 10.0
     """How long running answers may take once this server is draining."""
 
