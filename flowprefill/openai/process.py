@@ -4,7 +4,6 @@ but its health.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from flowprefill.errors import ServerStartError
 
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
-_END_GRACE_S = 5.0
+_END_GRACE_S = 10.0
 
 
 class OpenAIProcess:
@@ -60,16 +59,23 @@ class OpenAIProcess:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    def stop(self) -> bool:
-        """Wait for its end, a few seconds at most. Returns whether it ended by itself, in order."""
+    def stop(self, forced: threading.Event | None = None) -> bool:
+        """Wait for its end, some seconds at most, and not at all once `forced` is set.
+
+        Then it is killed. Returns whether it ended by itself, in order.
+        """
         if self._process is None:
             return True
         self.drain()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_END_GRACE_S) == 0
-        self._process.kill()
+        deadline_s = time.monotonic() + _END_GRACE_S
+        while self.is_alive() and time.monotonic() < deadline_s:
+            if forced is not None and forced.is_set():
+                break
+            time.sleep(_POLL_S)
+        is_in_order = self._process.poll() == 0
+        self._process.kill()  # Popen never signals a pid that was reaped
         self._process.wait()
-        return False
+        return is_in_order
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=1)
