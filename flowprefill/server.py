@@ -28,7 +28,12 @@ from flowprefill.server_layout import (
     find_installation,
     lay_out_backends,
 )
-from flowprefill.server_log import EXIT_TIMEOUT_VARIABLE, STOP_FD_VARIABLE, ServerLog
+from flowprefill.server_log import (
+    EXIT_TIMEOUT_VARIABLE,
+    HTTP_ADDRESS_VARIABLE,
+    STOP_FD_VARIABLE,
+    ServerLog,
+)
 from flowprefill.thread_stacks import thread_stacks
 
 _POLL_S = 0.05
@@ -38,6 +43,8 @@ ends the server."""
 UNLOAD_TIMEOUT_S = 5
 """Beyond the exit timeout: what unloading may take. Each model costs a second of waiting in
 tritonserver and some tenths of ours, more on a busy machine; it may only begin at the timeout."""
+_UNREADY_S = 1.0
+"""For tritonserver to take its readiness back after SIGTERM: it closes its HTTP port at once."""
 _KILL_GRACE_S = 5.0
 """Beyond both: what tritonserver needs to notice it, and our processes to follow it."""
 
@@ -146,6 +153,7 @@ class TritonServer:
         stop_variables = {
             STOP_FD_VARIABLE: str(stop_fd),
             EXIT_TIMEOUT_VARIABLE: str(self.options.exit_timeout_s),
+            HTTP_ADDRESS_VARIABLE: self.http_url,
         }
         try:
             with thread_stacks(_STACK_BYTES):
@@ -222,27 +230,32 @@ class TritonServer:
             if time.monotonic() > deadline_s:
                 raise ServerStartError(f"not ready after {timeout_s:g} s")
 
-    def stop(self) -> bool:
+    def stop(self, forced: threading.Event | None = None) -> bool:
         """Let running requests finish within the exit timeout, then end all processes.
 
-        Models of this backend refuse new requests from the start, and at the timeout end those that
-        still run; both are answered UNAVAILABLE. Returns True if there was a server and nothing was
-        cut short.
+        The server is not ready from the start. Then models of this backend refuse new requests, and
+        at the timeout end those that still run; both are answered UNAVAILABLE. Once `forced` is set
+        nothing is waited for: all processes are killed. Returns True if there was a server and
+        nothing was cut short.
         """
+        forced = forced or threading.Event()
         is_clean = False
         if self._process is not None:
             if self.is_alive():
-                self._end_in_order()
+                self._end_in_order(forced)
             code = self._process.poll()
             # Stubs and engines end by themselves after tritonserver; those that hang are killed.
             if code is not None:
-                _wait_until(lambda: not _group_exists(self.pid), _KILL_GRACE_S)
+                _wait_until(lambda: forced.is_set() or not _group_exists(self.pid), _KILL_GRACE_S)
             _kill_group(self.pid)
             self._process.wait()
             self._log.finish()
-            self._stop_problem = (
-                "tritonserver had to be killed" if code is None else self._log.stop_problem(code)
-            )
+            if code is not None:
+                self._stop_problem = self._log.stop_problem(code)
+            elif forced.is_set():
+                self._stop_problem = "a second signal forced the stop"
+            else:
+                self._stop_problem = "tritonserver had to be killed"
             is_clean = self._stop_problem is None
         if self._stop_pipe is not None:
             os.close(self._stop_pipe)
@@ -251,16 +264,18 @@ class TritonServer:
         self._process = self._files = self._stop_pipe = None
         return is_clean
 
-    def _end_in_order(self) -> None:
-        """Tell the backend and tritonserver to stop; wait as long as that may take."""
+    def _end_in_order(self, forced: threading.Event) -> None:
+        """Tell tritonserver and the backend to stop; wait as long as that may take."""
         assert self._process is not None and self._stop_pipe is not None
+        self._process.send_signal(signal.SIGTERM)
+        # Readiness goes off first, so that nobody who asked for it is sent here and refused.
+        _wait_until(lambda: forced.is_set() or not self.is_ready(), _UNREADY_S)
         # Never read: all instances see that it can be. It does not only end, for that would also be
         # the end of a launcher that was killed, which is no reason to serve no more.
         with contextlib.suppress(BrokenPipeError):  # tritonserver has just died
             os.write(self._stop_pipe, b"stop")
-        self._process.send_signal(signal.SIGTERM)
         limit_s = self.options.exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S
-        _wait_until(lambda: not self.is_alive(), limit_s)
+        _wait_until(lambda: forced.is_set() or not self.is_alive(), limit_s)
 
     @property
     def _client_host(self) -> str:

@@ -28,6 +28,9 @@ STOP_FD_VARIABLE = "FLOWPREFILL_STOP_FD"
 EXIT_TIMEOUT_VARIABLE = "FLOWPREFILL_EXIT_TIMEOUT_S"
 """Environment variable: how long running requests may go on then, seconds."""
 
+HTTP_ADDRESS_VARIABLE = "FLOWPREFILL_HTTP_ADDRESS"
+"""Environment variable: host:port at which the server answers HTTP on this machine."""
+
 
 def stopping_line(instance: str) -> str:
     """What a model instance logs when it takes no more requests."""

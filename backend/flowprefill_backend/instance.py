@@ -45,6 +45,7 @@ from flowprefill_backend.response import (
 )
 from flowprefill_backend.timeline import Timelines
 from flowprefill_backend.timing import RequestTiming
+from flowprefill_backend.unload_watch import UNLOADING_MESSAGE
 from flowprefill_backend.workers import Job, Worker
 
 LONG_BYTES = 2**14
@@ -150,12 +151,17 @@ class Instance:
         for request in requests:
             self._accept(request, arrival_s)
 
-    def refuse_new(self) -> None:
+    @property
+    def has_live(self) -> bool:
+        """Whether a request still owes its client an end."""
+        return bool(self._live.all())
+
+    def refuse_new(self, reason: str = STOPPING_MESSAGE) -> None:
         """From now on every request is answered UNAVAILABLE; those that run go on."""
-        self._live.refuse_new(STOPPING_MESSAGE)
+        self._live.refuse_new(reason)
         self._timelines.close()
 
-    def drain(self, timeout_s: float) -> int:
+    def drain(self, timeout_s: float, reason: str = STOPPING_MESSAGE) -> int:
         """After refuse_new: let what runs finish, and fail after `timeout_s` what still does.
 
         Returns, once all answers have been handed to the server, how many were cut short so.
@@ -163,7 +169,7 @@ class Instance:
         self._live.wait_empty(timeout_s)
         cut_short: list[int] = []
         for live in self._live.all():
-            self._post(live, partial(self._cut_short, live, cut_short))
+            self._post(live, partial(self._cut_short, live, reason, cut_short))
         lanes_end = [threading.Event() for _ in self._senders]
         for sender, lane_end in zip(self._senders, lanes_end, strict=True):
             sender.post(lane_end.set)
@@ -181,7 +187,7 @@ class Instance:
         for parser in (self._short_parser, self._long_parser):
             parser.close(CLOSE_TIMEOUT_S)
         for live in self._live.all():
-            self._post(live, partial(self._fail, live, UnavailableError("the model is unloading")))
+            self._post(live, partial(self._fail, live, UnavailableError(UNLOADING_MESSAGE)))
         # Once the server runs finalize(), a send() may block for ever: its threads are left behind.
         for worker in (*self._senders, self._asker):
             worker.close(CLOSE_TIMEOUT_S / NUM_SENDERS)
@@ -239,7 +245,7 @@ class Instance:
         """On a parser thread."""
         try:
             if self._is_closing:
-                raise UnavailableError("the model is unloading")
+                raise UnavailableError(UNLOADING_MESSAGE)
             if live.is_over:
                 return
             waited_ms = (time.monotonic() - raw.arrival_s) * 1000
@@ -356,12 +362,12 @@ class Instance:
     def _fail(self, live: LiveRequest, error: Exception) -> None:
         self._close(live, error_response(error, live.names_error_code), error)
 
-    def _cut_short(self, live: LiveRequest, cut_short: list[int]) -> None:
+    def _cut_short(self, live: LiveRequest, reason: str, cut_short: list[int]) -> None:
         """On the request's sender lane, so that it ends either way but once."""
         if not live.is_closed:
             cut_short.append(live.req_id)
             self._engine.cancel(live.req_id)
-            self._fail(live, UnavailableError(STOPPING_MESSAGE))
+            self._fail(live, UnavailableError(reason))
 
     def _close(self, live: LiveRequest, response: Any, error: Exception | None = None) -> None:
         """Send the last response; error: why it is no answer in full."""

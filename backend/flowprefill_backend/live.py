@@ -118,9 +118,9 @@ class LiveRequests:
                 self._lock.notify_all()
 
     def refuse_new(self, reason: str) -> None:
-        """Add no more."""
+        """Add no more. The first reason stays."""
         with self._lock:
-            self._why_refused = reason
+            self._why_refused = self._why_refused or reason
 
     def wait_empty(self, timeout_s: float) -> None:
         """Until none is left, `timeout_s` at most."""

@@ -10,6 +10,7 @@ import os
 import select
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, shorten
 from flowprefill.server_log import (
     EXIT_TIMEOUT_VARIABLE,
+    HTTP_ADDRESS_VARIABLE,
     STOP_FD_VARIABLE,
     stopped_line,
     stopping_line,
 )
 from flowprefill_backend import contract
+from flowprefill_backend.unload_watch import UnloadWatch, ask_server
 
 if TYPE_CHECKING:
     from flowprefill.stats import EngineInfo
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 
 MAX_LOAD_ERROR_CHARS = 4_000
+CLOSE_TIMEOUT_S = 5.0
 
 
 class TritonPythonModel:
@@ -49,7 +53,9 @@ class TritonPythonModel:
         except FlowPrefillError as error:
             text = shorten(f"{type(error).__name__}: {error}", MAX_LOAD_ERROR_CHARS)
             raise pb_utils.TritonModelException(text) from error
+        self._unload_watch: UnloadWatch | None = None
         if STOP_FD_VARIABLE in os.environ:  # else no launcher of ours has started the server
+            self._unload_watch = watch_unload(self._instance, args, os.environ)
             threading.Thread(
                 target=follow_stop,
                 args=(self._instance, args["model_instance_name"], os.environ),
@@ -63,6 +69,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End within bounds; the server waits for it without limit."""
+        if self._unload_watch:
+            self._unload_watch.close(CLOSE_TIMEOUT_S)
         self._instance.close()
 
 
@@ -119,6 +127,21 @@ def open_page(
     except pb_utils.TritonModelException as error:  # for one, a server built without metrics
         pb_utils.Logger.log_warn(f"[flowprefill] the model has no metrics: {error}")
         return None
+
+
+def watch_unload(
+    instance: Instance, args: Mapping[str, str], environ: Mapping[str, str]
+) -> UnloadWatch:
+    """Bound how long an unload waits for requests by the launcher's exit timeout."""
+    log, name = pb_utils.Logger, args["model_instance_name"]
+    return UnloadWatch(
+        instance,
+        partial(
+            ask_server, environ[HTTP_ADDRESS_VARIABLE], args["model_name"], args["model_version"]
+        ),
+        float(environ[EXIT_TIMEOUT_VARIABLE]),
+        lambda n: log.log_warn(f"[flowprefill] {name} is unloading, requests cut short: {n}"),
+    )
 
 
 def follow_stop(instance: Instance, name: str, environ: Mapping[str, str]) -> None:

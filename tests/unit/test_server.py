@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,23 @@ def test_a_tritonserver_that_dies_while_it_stops_is_named(container: Path, tmp_p
     finally:
         server.stop()
     assert server.stop_problem == "tritonserver ended by signal 11"
+
+
+def test_a_forced_stop_waits_for_nothing(container: Path, tmp_path: Path) -> None:
+    script = "#!/bin/sh\ntrap '' TERM\necho started\nwhile :; do sleep 0.1; done\n"
+    (container / "bin" / "tritonserver").write_text(script)
+    ports = dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True))
+    server = TritonServer(ServerOptions(tmp_path, exit_timeout_s=600, **ports))
+    started, forced = threading.Event(), threading.Event()
+    try:
+        server.start()
+        prefix = server.shm_prefix
+        server.wait_ready(10, on_line=lambda line: started.set(), stopping=started)
+        forced.set()
+        begin_s = time.monotonic()
+        assert server.stop(forced) is False
+        assert time.monotonic() - begin_s < 60
+    finally:
+        server.stop()
+    assert server.stop_problem == "a second signal forced the stop"
+    assert not list(SHM_DIR.glob(f"{prefix}*"))
