@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from flowprefill.openai import body, headers, streaming
@@ -182,6 +183,7 @@ def create_app(endpoint: Endpoint) -> FastAPI:
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientLeftError, _answer_nobody)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)  # with its body half sent
     return app
 
 

@@ -214,6 +214,19 @@ def test_a_body_over_the_limit_is_a_413_once_it_is_sent_or_at_once_if_it_is_huge
         assert b" 413 " in connection.recv(4096)
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault(
+    running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n"
+            connection.sendall(head.encode() + b'{"model": "m"')
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1000):  # the endpoint has done with it
+                pass
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_only_decoupled_models_are_there(running: Running) -> None:
     status, models = running.ask(None, "/v1/models")
     assert (status, [card["id"] for card in models["data"]]) == (200, ["m"])
