@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,9 +71,23 @@ class Served:
         assert self.process.poll() is None, self.log()
         return "ready: " in self.log()
 
+    def is_server_ready(self) -> bool:
+        """By a connection of its own, as probes ask."""
+        return health_status(self.http_port, "/v2/health/ready") == 200
+
     def engine_pid(self) -> int:
         members = group_members(self.group).items()
         return next(pid for pid, command in members if "flowprefill.engine_server" in command)
+
+
+def health_status(port: int, path: str) -> int | None:
+    """None: nobody answers."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
 
 
 @pytest.fixture
@@ -133,12 +148,46 @@ def test_stop_lets_a_running_answer_finish_and_exits_with_0(
         for _ in range(10):
             with pytest.raises(ServerError, match="top_p"):
                 client.generate("Hello", sampling={"top_p": 7})
-        stream = client.stream("Once upon a time", max_tokens=30, sampling={"ignore_eos": True})
+        stream = client.stream("Once upon a time", max_tokens=300, sampling={"ignore_eos": True})
         next(stream)
         served.process.send_signal(signal.SIGINT)
-        assert sum(delta.num_output_tokens for delta in stream) == 29
+        wait_for(lambda: is_refused(client), what="new requests are refused")
+        assert not served.is_server_ready()  # it was off before
+        assert sum(delta.num_output_tokens for delta in stream) == 299
     assert served.process.wait(60) == 0, served.log()
     assert group_members(served.group) == {}
+
+
+def is_refused(client: Client) -> bool:
+    """Whether a stopping server refuses a request."""
+    try:
+        client.generate("Hello", max_tokens=1)
+    except ServerError:
+        return True
+    return False
+
+
+def test_a_second_signal_ends_everything_at_once(serve: Callable[..., Served]) -> None:
+    (port,) = free_ports(1)
+    served = serve(600, "--openai-port", str(port))
+    processes = Served._children(served.process.pid)
+    with Client(served.grpc_url, MODEL) as client:
+        stream = client.stream("Once upon a time", sampling=ENDLESS)
+        next(stream)
+        served.process.terminate()
+        stopping_s = time.monotonic()
+        wait_for(lambda: is_refused(client), what="new requests are refused")
+        # One that follows at once is the same wish.
+        wait_for(lambda: time.monotonic() > stopping_s + 0.6)
+        served.process.terminate()
+        assert served.process.wait(10) == 1
+        with pytest.raises(ServerError):
+            list(stream)
+    assert "error: a second signal forced the stop" in served.log()
+    assert group_members(served.group) == {}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
+    assert not (Path(tempfile.gettempdir()) / served.shm_prefix).exists()
 
 
 def test_the_openai_endpoint_drains_with_the_server_and_leaves_nothing(
@@ -165,10 +214,27 @@ def test_the_openai_endpoint_drains_with_the_server_and_leaves_nothing(
         error = wait_for(refusal, what="new requests are refused")
         assert error.status_code == 503 and "the server is stopping" in str(error)
         assert error.response.headers["retry-after"] == "60"
+        assert health_status(port, "/health") == 503
         assert sum(1 for chunk in stream if chunk.choices[0].text) > 20
     assert served.process.wait(60) == 0, served.log()
     assert not Path(f"/proc/{endpoint}").exists()
     assert group_members(served.group) == {}
+
+
+def test_a_server_whose_model_process_died_ends(serve: Callable[[int], Served]) -> None:
+    """tritonserver itself stays ready, and its clients wait for ever."""
+    served = serve(0)
+    stub = int(Path(f"/proc/{served.engine_pid()}/stat").read_text().rpartition(")")[2].split()[1])
+    with Client(served.grpc_url, MODEL) as client:
+        stream = client.stream("Once upon a time", sampling=ENDLESS)
+        next(stream)
+        os.kill(stub, signal.SIGKILL)
+        with pytest.raises(ServerError):
+            list(stream)
+    assert served.process.wait(30) == 1
+    assert "error: a model's process died" in served.log()
+    assert group_members(served.group) == {}
+    assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
 
 
 def test_unloading_takes_nothing_from_the_exit_timeout(tmp_path: Path) -> None:
