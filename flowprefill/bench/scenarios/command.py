@@ -42,9 +42,16 @@ def run(
 
 def all_scenarios() -> list[Scenario]:
     """Those of every kind, by row."""
-    from flowprefill.bench.scenarios import cancellation, limits, prefill_order
+    from flowprefill.bench.scenarios import (
+        cancellation,
+        determinism,
+        limits,
+        observability,
+        prefill_order,
+        shutdown,
+    )
 
-    kinds = (prefill_order, limits, cancellation)
+    kinds = (prefill_order, limits, cancellation, determinism, observability, shutdown)
     return sorted((s for kind in kinds for s in kind.SCENARIOS), key=lambda s: s.row)
 
 
