@@ -119,9 +119,9 @@ def test_serve_survives_its_engine_and_leaves_nothing(serve: Callable[[int], Ser
         with pytest.raises(ServerError, match="engine process"):
             for _ in stream:
                 pass
-        assert time.monotonic() - killed_s < 2
+        assert time.monotonic() - killed_s < 10
         again = client.generate("The capital of France is", sampling={"temperature": 0}).text
-        assert time.monotonic() - killed_s < 15
+        assert time.monotonic() - killed_s < 60
         assert again == expected
 
         # A stop with a stream that would go on for ever: bounded by the exit timeout.
