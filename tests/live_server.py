@@ -37,6 +37,23 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = 
     pytest.fail(f"not within {timeout_s} s: {what or condition}")
 
 
+def is_unloaded(http: Any, name: str) -> bool:
+    """Whether a model's last instance has gone. The server as a whole may not be ready for the sake
+    of another test's model."""
+    states = {
+        (model.get("state"), model.get("reason"))
+        for model in http.get_model_repository_index()
+        if model["name"] == name
+    }
+    return states == {("UNAVAILABLE", "unloaded")}
+
+
+def unload(http: Any, name: str, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    """Unload a model and wait until it is."""
+    http.unload_model(name)
+    wait_for(lambda: is_unloaded(http, name), timeout_s, f"{name} is unloaded")
+
+
 def group_members(group: int) -> dict[int, str]:
     """Pid -> command line of every living process in a process group."""
     members = {}

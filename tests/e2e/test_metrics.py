@@ -15,7 +15,8 @@ import pytest
 from flowprefill.server import TritonServer
 from flowprefill_backend.metric_families import Family, make_families
 from flowprefill_client import Client, ServerError
-from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, group_members, wait_for
+from tests.e2e.conftest import MODEL, group_members
+from tests.live_server import unload
 from tests.metrics_page import ENDS, Page, settled
 
 NAME = "metered"
@@ -37,8 +38,7 @@ def metered(http: Any, server: TritonServer, repository: Path) -> Iterator[tuple
     (engine_pid,) = engine_pids(server) - others
     with Client(server.grpc_url, NAME) as client:
         yield client, engine_pid
-    http.unload_model(NAME)
-    wait_for(http.is_server_ready, LOAD_TIMEOUT_S, "it is unloaded")
+    unload(http, NAME)
 
 
 def engine_pids(server: TritonServer) -> set[int]:

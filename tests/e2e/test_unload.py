@@ -15,7 +15,8 @@ import pytest
 from flowprefill.server import ServerOptions, TritonServer
 from flowprefill.server_layout import SHM_DIR
 from flowprefill_client import Client, ServerError
-from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, group_members, wait_for
+from tests.e2e.conftest import MODEL, group_members, wait_for
+from tests.live_server import is_unloaded, unload
 
 NAME = "changing"
 PROMPT = "The capital of France is"
@@ -41,8 +42,7 @@ def model(http: Any, server: TritonServer, repository: Path) -> Iterator[Client]
     http.load_model(NAME)
     with Client(server.grpc_url, NAME) as client:
         yield client
-    http.unload_model(NAME)
-    wait_for(http.is_server_ready, LOAD_TIMEOUT_S, "it is unloaded")
+    unload(http, NAME)
 
 
 def left_over(server: TritonServer) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def test_an_unload_ends_what_runs_at_the_exit_timeout(
     took_s = time.monotonic() - begin_s
     limit_s = ServerOptions.exit_timeout_s
     assert limit_s <= took_s < limit_s + 5
-    wait_for(http.is_server_ready, 20, "it is unloaded")
+    wait_for(lambda: is_unloaded(http, NAME), 20, "it is unloaded")
     wait_for(lambda: left_over(server)[0] < loaded[0], 20, "its processes have ended")
     assert left_over(server)[1] < loaded[1]
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flowprefill.server import TritonServer, free_ports
-from tests.live_server import LOAD_TIMEOUT_S, MODEL, wait_for
+from tests.live_server import LOAD_TIMEOUT_S, MODEL, unload, wait_for
 
 KEEP_ALIVE_S = 0.3
 """Of the endpoint here: tests wait for comments."""
@@ -100,7 +100,6 @@ def small_model(server: TritonServer, repository: Path, openai_port: int) -> Ite
     url = f"http://127.0.0.1:{openai_port}/v1/models/{SMALL_MODEL}"
     wait_for(lambda: status(url) == 200, what="the endpoint knows the model")
     yield SMALL_MODEL
-    http.unload_model(SMALL_MODEL)
-    wait_for(http.is_server_ready, LOAD_TIMEOUT_S, "it is unloaded")
+    unload(http, SMALL_MODEL)
     http.close()
     shutil.rmtree(repository / SMALL_MODEL)
