@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tritonclient.utils import InferenceServerException
 
 from flowprefill.server import TritonServer
 from flowprefill_client import Client
-from tests.e2e.conftest import MODEL, SYNC_MODEL
+from tests.e2e.conftest import LOAD_TIMEOUT_S, MODEL, SYNC_MODEL
+from tests.live_server import unload
 
 VLLM_MODEL_JSON = {
     # vllm_backend's sample, with only `model` changed
@@ -100,6 +102,25 @@ def test_model_answers_again_after_unload_and_load(
     assert texts[0] == texts[1] != ""
 
 
+@pytest.fixture(scope="module")
+def mended(server: TritonServer, repository: Path) -> Iterator[None]:
+    """Models that failed to load are mended, load and are unloaded: a server with a failed model is
+    not ready, which other tests would see."""
+    import tritonclient.http as httpclient
+
+    yield
+    model_json = json.loads((repository / MODEL / "1" / "model.json").read_text())
+    http = httpclient.InferenceServerClient(server.http_url, network_timeout=LOAD_TIMEOUT_S)
+    for name in ("broken", "empty"):
+        path = repository / name / "1" / "model.json"
+        path.write_text(json.dumps({**model_json, "max_model_len": 256}))
+        http.load_model(name)
+        unload(http, name)
+    assert http.is_server_ready()
+    http.close()
+
+
+@pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize(
     ("model_json", "named"),
     [
@@ -119,6 +140,7 @@ def test_broken_model_json_fails_the_load_by_name(
     assert http.is_model_ready(MODEL)
 
 
+@pytest.mark.usefixtures("mended")
 def test_missing_model_json_fails_the_load_by_name(http: Any, repository: Path) -> None:
     add_model(repository, "empty", (repository / MODEL / "config.pbtxt").read_text(), {})
     (repository / "empty" / "1" / "model.json").unlink()
