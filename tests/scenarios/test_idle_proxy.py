@@ -86,7 +86,8 @@ def test_a_stream_outlives_a_proxy_s_idle_limit(
     """Row 30, vllm#47647: no byte is sent while queued or prefilling, and proxies cut requests."""
     keep_alive_s = Settings(server.grpc_url, **settings).keep_alive_s
     longer_than_the_limit = int(idle_limit_s / keep_alive_s) + 1  # comments
-    prompt = SENTENCE * num_sentences
+    # Its own beginning: no other test has left these blocks in the cache.
+    prompt = f"Behind a proxy of {idle_limit_s} s. " + SENTENCE * num_sentences
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ttft_slo_ms": 86_400_000}
     with contextlib.ExitStack() as ends:
         target_port = ends.enter_context(openai_endpoint(server, **settings))

@@ -106,7 +106,10 @@ def answers(engine: Submits, outputs: Outputs) -> list[list[TokenOutput]]:
     for request in requests():
         outputs.end(request.req_id)
     return [
-        [dataclasses.replace(o, token_s=0.0, num_preemptions=0) for o in outputs.of[r.req_id]]
+        [
+            dataclasses.replace(o, token_s=0.0, num_preemptions=0, prefill=None)
+            for o in outputs.of[r.req_id]
+        ]
         for r in requests()
     ]
 
