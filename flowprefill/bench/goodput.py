@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
+from flowprefill.bench.options import (
+    Blocks,
+    JsonOut,
+    LengthDivisor,
+    ModelJson,
+    OutputTokens,
+    Records,
+    Seed,
+    Trace,
+    load_config,
+)
 from flowprefill.bench.plotting import check_plots_folder
 from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import describe_machine, describe_run, print_json
@@ -37,7 +47,7 @@ TIMELINE_REQUESTS = 100
 
 
 def run(
-    trace: Annotated[Path, typer.Option(help="Trace CSV.")],
+    trace: Trace,
     cells: Annotated[
         str | None,
         typer.Option(
@@ -55,22 +65,13 @@ def run(
             help="Requests of the trace, in one go; default: as many as take some 35 minutes.",
         ),
     ] = None,
-    blocks: Annotated[
-        int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
-    ] = 10,
-    length_divisor: Annotated[
-        float, typer.Option(min=0.01, help="Prompts are so many times shorter, and chunks too.")
-    ] = 8.0,
-    output_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
-    ] = 1,
+    blocks: Blocks = 10,
+    length_divisor: LengthDivisor = 8.0,
+    output_tokens: OutputTokens = 1,
     slo_scale: Annotated[
         float, typer.Option(min=0.01, help="Times the TTFT objectives, for all that is measured.")
     ] = 1.0,
-    records: Annotated[
-        Path | None,
-        typer.Option(help="File of outcomes; what is in it already is not measured again."),
-    ] = None,
+    records: Records = None,
     plots: Annotated[
         Path | None,
         typer.Option(
@@ -97,7 +98,7 @@ def run(
     from flowprefill.bench.goodput_plan import make_plan, num_searches, requests_within
     from flowprefill.bench.goodput_report import make_tables, summarise
     from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
-    from flowprefill.bench.simulate_plan import Plan
+    from flowprefill.bench.simulate_plan import measured_plan
     from flowprefill.bench.this_cpu import this_cpu
 
     if plots is not None:
@@ -109,19 +110,8 @@ def run(
         requests = requests or requests_within(
             BUDGET_S, trace, platform, 1 / length_divisor, EVALUATIONS * num_searches(names)
         )
-        options = Plan(
-            traces=(trace,),
-            policies=(),
-            granularities=(),
-            num_seeds=1,
-            num_requests=requests,
-            error=0.0,
-            max_output_tokens=output_tokens,
-            load=SCALE_LOAD,
-            platform=platform,
-            model=None,
-            length_scale=1 / length_divisor,
-            slo_scale=slo_scale,
+        options = measured_plan(
+            platform, trace, requests, output_tokens, 1 / length_divisor, SCALE_LOAD, slo_scale
         )
         plan = make_plan(options, blocks, names, progress.describe)
         facts = {

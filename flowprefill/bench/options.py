@@ -29,6 +29,20 @@ PeerOptions = Annotated[
         "that has it, and its model folder. May be repeated.",
     ),
 ]
+Trace = Annotated[Path, typer.Option(help="Trace CSV.")]
+Blocks = Annotated[
+    int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
+]
+LengthDivisor = Annotated[
+    float, typer.Option(min=0.01, help="Prompts are so many times shorter, and chunks too.")
+]
+OutputTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
+]
+Records = Annotated[
+    Path | None,
+    typer.Option(help="File of outcomes; what is in it already is not measured again."),
+]
 PeersFile = Annotated[
     Path | None, typer.Option(help="JSON list of engines to measure beside ours.")
 ]

@@ -11,12 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowprefill.bench.options import JsonOut, ModelJson, PeersFile, Seed, load_config
+from flowprefill.bench.options import (
+    Blocks,
+    JsonOut,
+    LengthDivisor,
+    ModelJson,
+    OutputTokens,
+    PeersFile,
+    Records,
+    Seed,
+    Trace,
+    load_config,
+)
 from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import describe_run, print_json
 
@@ -33,7 +43,7 @@ DEFAULT_CELLS = "goodput/tile,s-edf/tile"
 
 
 def run(
-    trace: Annotated[Path, typer.Option(help="Trace CSV.")],
+    trace: Trace,
     cells: Annotated[
         str, typer.Option(help="Of our server: policy/granularity, separated by commas.")
     ] = DEFAULT_CELLS,
@@ -46,22 +56,13 @@ def run(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests of the trace, in one go.")] = 150,
-    blocks: Annotated[
-        int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
-    ] = 10,
+    blocks: Blocks = 10,
     rounds: Annotated[
         int, typer.Option(min=0, help="Rounds of a short prompt behind a long one.")
     ] = 3,
-    length_divisor: Annotated[
-        float, typer.Option(min=0.01, help="Prompts of the trace are so many times shorter.")
-    ] = 8.0,
-    output_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")
-    ] = 1,
-    records: Annotated[
-        Path | None,
-        typer.Option(help="File of outcomes; what is in it already is not measured again."),
-    ] = None,
+    length_divisor: LengthDivisor = 8.0,
+    output_tokens: OutputTokens = 1,
+    records: Records = None,
     model_json: ModelJson = None,
     seed: Seed = 0,
     json_out: JsonOut = None,
@@ -78,7 +79,7 @@ def run(
     from flowprefill.bench.peers.spec import read_peers
     from flowprefill.bench.server_contenders import our_contender, peer_contender
     from flowprefill.bench.server_report import make_tables, summarise
-    from flowprefill.bench.simulate_plan import Plan
+    from flowprefill.bench.simulate_plan import measured_plan
     from flowprefill.bench.this_cpu import this_cpu
 
     config = replace(load_config(model_json, None), enable_prefix_caching=False)
@@ -97,19 +98,8 @@ def run(
         "peers": {peer.name: {"worker": peer.worker, **peer.options} for peer in peers},
     }
     with bench_progress(None) as progress:
-        options = Plan(
-            traces=(trace,),
-            policies=(),
-            granularities=(),
-            num_seeds=1,
-            num_requests=requests,
-            error=0.0,
-            max_output_tokens=output_tokens,
-            load=1.0,
-            platform=this_cpu(config, progress.show_loading),
-            model=None,
-            length_scale=1 / length_divisor,
-        )
+        platform = this_cpu(config, progress.show_loading)
+        options = measured_plan(platform, trace, requests, output_tokens, 1 / length_divisor)
         plan = make_plan(options, blocks, cells.split(","), progress.describe)
         store = OutcomeStore(records, key=f"servers {config} {seed} {facts} {plan.scale}")
         engines = measure_engines(config, plan, seed, progress, store)

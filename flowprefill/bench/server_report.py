@@ -3,7 +3,7 @@ prompt behind a long one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from flowprefill.bench.goodput_outcomes import (
     Measure,
     Outcome,
     attainment,
+    ttft_by_class,
     worst_class_attainment,
 )
 from flowprefill.bench.goodput_plan import GoodputPlan
@@ -87,15 +88,11 @@ def summarise(
     }
 
 
-def _meeting(rounds: Iterable[Outcome]) -> dict[str, Any]:
+def _meeting(rounds: Sequence[Outcome]) -> dict[str, Any]:
     """TTFTs in seconds, of the classes of ServerRuns.meet."""
-    ttfts: dict[str, list[float]] = {}
-    for outcome in rounds:
-        for name, values in outcome.ttft_by_class.items():
-            ttfts.setdefault(name, []).extend(values)
     return {
         name: {"p50": round(median(values), 4), "max": round(max(values), 4)}
-        for name, values in ttfts.items()
+        for name, values in ttft_by_class(rounds).items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import tempfile
@@ -19,17 +20,20 @@ def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[st
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         for policy in policies:
             write_model(Path(directory) / model_name(policy), config, policy)
-        http_port, grpc_port, metrics_port = free_ports(3)
-        options = ServerOptions(
-            Path(directory),
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            # One after the other, so that engines do not disturb each other's calibration.
-            extra_args=("--model-load-thread-count=1",),
+        # One after the other, so that engines do not disturb each other's calibration.
+        options = dataclasses.replace(
+            on_free_ports(Path(directory)), extra_args=("--model-load-thread-count=1",)
         )
         with sigterm_raises(), TritonServer(options) as server:
             yield server.grpc_url
+
+
+def on_free_ports(repository: Path) -> ServerOptions:
+    """Options of a server of this machine alone, on ports that nobody has."""
+    http_port, grpc_port, metrics_port = free_ports(3)
+    return ServerOptions(
+        repository, http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
+    )
 
 
 @contextlib.contextmanager

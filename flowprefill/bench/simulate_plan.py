@@ -56,6 +56,33 @@ class Plan:
         ]
 
 
+def measured_plan(
+    platform: Platform,
+    trace: Path,
+    num_requests: int,
+    num_output_tokens: int,
+    length_scale: float,
+    load: float = 1.0,
+    slo_scale: float = 1.0,
+) -> Plan:
+    """One window of one trace, as it is run on the device that `platform` is the profile of: its
+    prompts' times are known, and the paper's objectives are made as tight for it."""
+    return Plan(
+        traces=(trace,),
+        policies=(),
+        granularities=(),
+        num_seeds=1,
+        num_requests=num_requests,
+        error=0.0,
+        max_output_tokens=num_output_tokens,
+        load=load,
+        platform=platform,
+        model=None,
+        length_scale=length_scale,
+        slo_scale=slo_scale,
+    )
+
+
 @dataclass(frozen=True)
 class Cell:
     """One policy at one granularity on one window."""

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.servers import sigterm_raises, write_model
+from flowprefill.bench.servers import on_free_ports, sigterm_raises, write_model
 from flowprefill.config import EngineConfig, SLOClass
-from flowprefill.server import ServerOptions, TritonServer, free_ports
+from flowprefill.server import TritonServer, free_ports
 from flowprefill_client import Client, Completion, Stream
 
 BASE = "base"
@@ -59,15 +59,8 @@ class Rig:
             directory = tempfile.TemporaryDirectory(prefix="flowprefill-bench-")
             self._repository = Path(stack.enter_context(directory))
             write_model(self._repository / BASE, self.config, self.config.policy)
-            http_port, grpc_port, metrics_port = free_ports(3)
-            options = ServerOptions(
-                self._repository,
-                http_port=http_port,
-                grpc_port=grpc_port,
-                metrics_port=metrics_port,
-            )
             stack.enter_context(sigterm_raises())
-            self.server = stack.enter_context(TritonServer(options))
+            self.server = stack.enter_context(TritonServer(on_free_ports(self._repository)))
             self.client = stack.enter_context(Client(self.server.grpc_url, BASE))
             self._stack = stack.pop_all()
         return self

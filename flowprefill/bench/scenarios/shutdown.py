@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from flowprefill.bench.scenarios.base import Bar, Scenario
 from flowprefill.bench.scenarios.rig import BASE, GREEDY, Rig, wait_stats
-from flowprefill.bench.servers import write_model
-from flowprefill.server import UNLOAD_TIMEOUT_S, ServerOptions, TritonServer, free_ports
+from flowprefill.bench.servers import on_free_ports, write_model
+from flowprefill.server import UNLOAD_TIMEOUT_S, TritonServer
 from flowprefill_client import Client, ServerError
 
 _EXIT_TIMEOUTS_S = (0, 5, 60)
@@ -32,14 +33,7 @@ def _stop_within(rig: Rig, exit_timeout_s: int) -> list[Bar]:
     is_long = exit_timeout_s == max(_EXIT_TIMEOUTS_S)
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         write_model(Path(directory) / BASE, rig.config, rig.config.policy)
-        http_port, grpc_port, metrics_port = free_ports(3)
-        options = ServerOptions(
-            Path(directory),
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
-            exit_timeout_s=exit_timeout_s,
-        )
+        options = replace(on_free_ports(Path(directory)), exit_timeout_s=exit_timeout_s)
         with (
             TritonServer(options) as server,
             Client(server.grpc_url, BASE) as client,

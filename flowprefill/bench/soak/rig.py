@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.servers import sigterm_raises, write_model
+from flowprefill.bench.servers import on_free_ports, sigterm_raises, write_model
 from flowprefill.bench.soak.asking import MODEL_NAME
 from flowprefill.config import EngineConfig
 from flowprefill.openai.process import OpenAIProcess
-from flowprefill.server import ServerOptions, TritonServer, free_ports
+from flowprefill.server import TritonServer, free_ports
 from flowprefill.server_layout import SHM_DIR
 
 MODEL = MODEL_NAME
@@ -100,14 +100,11 @@ class SoakServer:
 @contextlib.contextmanager
 def soak_server(config: EngineConfig) -> Iterator[SoakServer]:
     """Start it, and end it with all it left. Raises BenchmarkError for files left in /dev/shm."""
-    http_port, grpc_port, metrics_port, openai_port = free_ports(4)
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         write_model(Path(directory) / MODEL, config, config.policy)
-        options = ServerOptions(
-            Path(directory), http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port
-        )
-        with sigterm_raises(), TritonServer(options) as server:
+        with sigterm_raises(), TritonServer(on_free_ports(Path(directory))) as server:
             prefix = server.shm_prefix
+            (openai_port,) = free_ports(1)
             openai = OpenAIProcess("127.0.0.1", openai_port, server.grpc_url, exit_timeout_s=10)
             try:
                 openai.start(threading.Event())
