@@ -35,7 +35,13 @@ from flowprefill.errors import (
 )
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
-from flowprefill.supervision import HeldRequests, ProgressWatch, RestartPlan, Supervision
+from flowprefill.supervision import (
+    GAVE_UP,
+    HeldRequests,
+    ProgressWatch,
+    RestartPlan,
+    Supervision,
+)
 from flowprefill.suspects import Suspects
 from flowprefill.wire import Kind, pack, unpack_error
 
@@ -384,7 +390,7 @@ class EngineClient:
             self._give_up(reason)
             self._loaded.set_exception(load_error or ModelLoadError(f"{reason} while it loaded"))
         elif backoff_s is None:
-            self._give_up(f"it died too often; last: {reason}")
+            self._give_up(f"{GAVE_UP}; last: {reason}")
         else:
             self._respawn_s = time.monotonic() + backoff_s
             self._log(f"engine restarts in {backoff_s:g} s")

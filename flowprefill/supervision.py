@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+GAVE_UP = "it died too often"
+"""Why an engine is not restarted any more. The launcher looks for it in the log."""
+
 
 @dataclass(frozen=True)
 class Supervision:
