@@ -6,13 +6,13 @@ is also what delays a preemption, so a bounded window of slices is in flight.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from typing import Protocol
 
 import torch
 
 from flowprefill.errors import ConfigError
+from flowprefill.host_cpu import num_cpus
 from flowprefill.interrupt import Interrupt
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.program import RunSlice
@@ -62,7 +62,7 @@ class CpuDevice:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or num_cpus()
         self.use_in_this_thread()
         # without instructions for bf16 products (AVX512-BF16, AMX), fp32 is faster
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
