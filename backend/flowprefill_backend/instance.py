@@ -339,6 +339,9 @@ class Instance:
             response = text_response("ended" if self._timelines.end() else "not found")
             self._post(live, partial(self._close, live, response))
             return
+        if command.wants_state:
+            self._post(live, partial(self._close, live, text_response(self._engine.state.value)))
+            return
         if command.cancel_id is None:
             self._asker.post(partial(self._send_stats, live))
             return

@@ -30,6 +30,7 @@ from flowprefill_backend.prompt import JSON_GROWTH, MESSAGES, TEXT, prompt_forma
 
 CANCEL_ID = "cancel_id"
 ENGINE_STATS = "engine_stats"
+ENGINE_STATE = "engine_state"
 RECORD_TIMELINE = "record_timeline"
 NAMES_ERROR_CODE = "error_code_in_message"
 """Request parameter of callers inside the server, to whom only an error's text arrives."""
@@ -88,7 +89,9 @@ class Control:
     cancel_id: str | None = None
     """Triton id of the live request to cancel."""
     timeline_s: float | None = None
-    """Record so long; 0: end the recording that runs. Without either: engine_stats is asked for."""
+    """Record so long; 0: end the recording that runs."""
+    wants_state: bool = False
+    """engine_state is asked for; without any of these: engine_stats."""
 
 
 def read(request: Any, arrival_s: float) -> RawRequest:
@@ -144,9 +147,9 @@ def control(raw: RawRequest) -> Control | None:
             limit = f"seconds, 0 (which ends a recording) to {MAX_TIMELINE_S:g}"
             raise InvalidParameterError(RECORD_TIMELINE, seconds, limit)
         return Control(timeline_s=float(seconds))
-    if str(raw.parameters.get(ENGINE_STATS, "")).lower() in ("true", "1"):
-        return Control()
-    return None
+    if _is_true(raw, ENGINE_STATE):
+        return Control(wants_state=True)
+    return Control() if _is_true(raw, ENGINE_STATS) else None
 
 
 def parse(
@@ -283,6 +286,10 @@ def _num_bytes(elements: Sequence[Any]) -> int:
 def _check_size(name: str, size: int, limit: int) -> None:
     if size > limit:
         raise InvalidRequestError(f"{name}: {size} bytes; must be at most {limit} bytes")
+
+
+def _is_true(raw: RawRequest, parameter: str) -> bool:
+    return str(raw.parameters.get(parameter, "")).lower() in ("true", "1")
 
 
 def _mentions(raw: RawRequest, key: str) -> bool:

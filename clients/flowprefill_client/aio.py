@@ -22,6 +22,7 @@ from flowprefill_client.messages import (
     cancel_request,
     generate_request,
     parse_control_response,
+    state_request,
     stats_request,
 )
 
@@ -151,6 +152,10 @@ class AsyncClient:
         """Gauges and counters of the model's engine: the fields of EngineStats."""
         stats: dict[str, Any] = json.loads(await self._control(stats_request(self._model)))
         return stats
+
+    async def engine_state(self) -> str:
+        """starting, ready, restarting, failed (for good) or closed. Answered at once."""
+        return await self._control(state_request(self._model))
 
     async def close(self) -> None:
         """Cancel what still runs and close the connection."""

@@ -21,6 +21,7 @@ from flowprefill_client.messages import (
     generate_request,
     parse_control_response,
     parse_timeline_part,
+    state_request,
     stats_request,
     timeline_request,
 )
@@ -155,6 +156,10 @@ class Client:
         """Gauges and counters of the model's engine: the fields of EngineStats."""
         stats: dict[str, Any] = json.loads(self._control(stats_request(self._model)))
         return stats
+
+    def engine_state(self) -> str:
+        """starting, ready, restarting, failed (for good) or closed. Answered at once."""
+        return self._control(state_request(self._model))
 
     def record_timeline(self, seconds: float) -> Iterator[dict[str, Any]]:
         """Record what the model's engine does, 60 s at most; returns at once.

@@ -80,6 +80,13 @@ def stats_request(model: str) -> Any:
     return request
 
 
+def state_request(model: str) -> Any:
+    """Ask the model for its engine's state, which is told without the engine."""
+    request = _new_request(model)
+    request.parameters["engine_state"].bool_param = True
+    return request
+
+
 def timeline_request(model: str, seconds: float) -> Any:
     """Ask the model to record a timeline of its engine; 0 ends the one that is being recorded."""
     request = _new_request(model)

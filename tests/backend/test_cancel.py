@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 
+from flowprefill.engine_process import EngineState
 from flowprefill.request import FinishReason, Request
 from flowprefill.stats import EngineStats
 from flowprefill_backend.cancel_poller import CancelPoller
@@ -122,6 +123,15 @@ def test_a_request_cancelled_while_it_is_parsed_never_reaches_the_engine(harness
 def test_engine_stats_are_answered_as_json(harness: Harness) -> None:
     (response,) = harness.send({"text_input": ""}, {"engine_stats": True}).wait_final()
     assert EngineStats.from_wire(json.loads(response.text())) == EngineStats(num_decoding=3)
+
+
+@pytest.mark.parametrize("state", list(EngineState))
+def test_the_engine_s_state_is_told_without_asking_it(harness: Harness, state: EngineState) -> None:
+    harness.engine.state = state
+    is_free = hold(harness.instance._asker)  # as it is while the engine does not answer
+    (response,) = harness.send({"text_input": ""}, {"engine_state": True}).wait_final()
+    assert response.text() == state.value
+    is_free.set()
 
 
 def test_the_poller_sleeps_once_nothing_is_live(monkeypatch: pytest.MonkeyPatch) -> None:

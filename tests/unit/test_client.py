@@ -52,6 +52,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.requests: list[Any] = []
         self.ended_early: list[str] = []
         self.live = threading.Semaphore(0)
+        self.engine_state = "ready"
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
         (request,) = list(request_iterator)  # one request per stream, then half-closed
@@ -70,6 +71,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response("cancelled" if known else "not found", "stop")
         elif "engine_stats" in request.parameters:
             yield response(json.dumps({"num_decisions": 3}), "stop")
+        elif "engine_state" in request.parameters:
+            yield response(self.engine_state, "stop")
         elif "record_timeline" in request.parameters:
             yield from self.record(request.parameters["record_timeline"].double_param)
         elif kind == "bad":
@@ -313,6 +316,7 @@ def test_control_requests(client: Client, triton: FakeTriton) -> None:
     assert client.cancel("known") is True
     assert client.cancel("unknown") is False
     assert client.engine_stats() == {"num_decisions": 3}
+    assert client.engine_state() == "ready"
     assert all(tensors(r) == {"text_input": [b""]} for r in triton.requests)
 
 
@@ -379,6 +383,7 @@ def test_async_client_does_the_same(triton: FakeTriton) -> None:
             assert await client.cancel("known") is True
             assert await client.cancel("unknown") is False
             assert await client.engine_stats() == {"num_decisions": 3}
+            assert await client.engine_state() == "ready"
 
     asyncio.run(scenario())
 
