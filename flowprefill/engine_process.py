@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import math
 import socket
 import threading
 import time
@@ -31,13 +30,15 @@ from flowprefill.errors import (
     FlowPrefillError,
     InvalidRequestError,
     ModelLoadError,
+    QueueTimeoutError,
     UnavailableError,
 )
+from flowprefill.held_requests import HeldRequests
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.supervision import (
     GAVE_UP,
-    HeldRequests,
+    LoadWatch,
     ProgressWatch,
     RestartPlan,
     Supervision,
@@ -50,7 +51,7 @@ CLOSE_GRACE_S = 3.0
 EXIT_GRACE_S = 0.5
 CLOSED_MESSAGE = "the engine was closed"
 SUSPECT_MESSAGE = (
-    "the engine died twice with this request and others in it: it waited for the others to end"
+    "it died twice with this request and others in it, and takes these in one at a time"
 )
 
 
@@ -99,8 +100,7 @@ class EngineClient:
         self._num_restarts = 0
         self._child: EngineChild | None = None
         self._live: dict[int, Request] = {}  # in the engine process, end not delivered
-        # waiting for a restart, or for the end of another suspect
-        self._held: HeldRequests[tuple[Request, bytes]] = HeldRequests()
+        self._held = HeldRequests(config)
         self._suspects = Suspects()
         self._watch = ProgressWatch(limits, config.max_slice_ms / 1000)
         self._questions: dict[int, Future[Any]] = {}  # to the engine process, by serial number
@@ -109,6 +109,7 @@ class EngineClient:
 
         # of the supervisor thread alone
         self._restarts = RestartPlan(limits)
+        self._load_watch = LoadWatch(limits)
         self._load_error: FlowPrefillError | None = None
         self._respawn_s: float | None = None
         self._close_deadline_s: float | None = None
@@ -160,10 +161,10 @@ class EngineClient:
     def submit(self, request: Request) -> None:
         """Hand a request over; outputs follow through on_output. Never blocks.
 
-        During a restart, or where Suspects says so, it is held for at most config.queue_timeout_ms,
-        then ends UNAVAILABLE. Raises UnavailableError before `start`, after `close`, and when the
-        engine failed for good; EngineKillerError for a request that killed the engine twice;
-        InvalidRequestError for values that no wire can carry.
+        During a restart, or where Suspects says so, it is held, until its queue timeout at most;
+        then it ends UNAVAILABLE. Raises QueueFullError if too much is held; UnavailableError before
+        `start`, after `close`, and when the engine failed for good; EngineKillerError for a request
+        that killed the engine twice; InvalidRequestError for values that no wire can carry.
         """
         req_id = request.req_id
         packed = _pack_request(request)
@@ -175,14 +176,13 @@ class EngineClient:
             if refusal := self._suspects.refusal(request, now_s):
                 raise refusal
             if self._state not in (EngineState.READY, EngineState.RESTARTING):
-                raise EngineDeadError(self._why_not_ready)
-            needs_timer = True
-            if self._state is EngineState.READY and self._may_enter((request, packed)):
+                raise UnavailableError(self._why_not_ready)
+            is_ready = self._state is EngineState.READY
+            if is_ready and self._suspects.may_enter(request, now_s):
                 needs_timer = not self._live
-                self._send_request(request, packed)
+                self._send_request(request, packed, now_s)
             else:
-                expires_s = now_s + self._config.queue_timeout_ms / 1000
-                self._held.add(req_id, (request, packed), expires_s)
+                needs_timer = self._held.add(request, packed)
         if needs_timer:
             self._wake()
 
@@ -270,11 +270,14 @@ class EngineClient:
                 self._receive(child)
         now_s = time.monotonic()
         self._end_held(now_s)
+        load_due_s = self._load_watch.due_s
         if self._drain_s is not None:
             self._advance_close(now_s, self._drain_s)
         elif self._respawn_s is not None:
             if now_s >= self._respawn_s:
                 self._spawn()
+        elif load_due_s is not None and now_s >= load_due_s:
+            self._end_stuck(f"did not load within {self._load_watch.limit_s:.1f} s")
         elif self._live and now_s >= self._watch.next_ping_s:
             self._check_progress(now_s)
 
@@ -282,7 +285,8 @@ class EngineClient:
         """Seconds until something is due; None = sleep until a message or a call comes."""
         with self._lock:
             ping_s = self._watch.next_ping_s if self._live else None
-            times_s = (self._held.next_due_s(), ping_s, self._respawn_s, self._close_deadline_s)
+            calls_s = (self._held.next_due_s(), ping_s)
+        times_s = (*calls_s, self._respawn_s, self._load_watch.due_s, self._close_deadline_s)
         due_s = [time_s for time_s in times_s if time_s is not None]
         return max(0.0, min(due_s) - now_s) if due_s else None
 
@@ -293,6 +297,7 @@ class EngineClient:
         except OSError as error:
             self._on_death(f"engine process cannot be started: {error}")
             return
+        self._load_watch.begin(time.monotonic())
         with self._lock:
             self._child = child
 
@@ -326,46 +331,50 @@ class EngineClient:
             self._load_error = unpack_error(body)  # the process ends now; its EOF does the rest
 
     def _on_ready(self, info: EngineInfo) -> None:
+        now_s = time.monotonic()
+        self._load_watch.end()
         with self._lock:
             # in one go, so that a cancel finds each request either held or live
-            ended, why = self._take_ended(time.monotonic()), self._why_not_ready
+            ended = self._take_ended(now_s)
             self._state = EngineState.READY
             self._num_restarts += self._loaded.done()
             self._why_not_ready = SUSPECT_MESSAGE  # what is held now
-            self._send_held()
-        self._deliver_held(ended, why)
+            self._send_held(now_s)
+        self._call_on_outputs(ended)
         if self._loaded.done():
             self._log("engine is ready again")
         else:
+            self._load_watch.note_first(now_s)
             self._loaded.set_result(info)
 
-    def _send_held(self) -> None:
+    def _send_held(self, now_s: float) -> None:
         """All that may enter. With the lock held and a ready child."""
-        while message := self._held.take_first(self._may_enter):
-            self._send_request(*message)
+        for request, packed in self._held.take(lambda one: self._suspects.may_enter(one, now_s)):
+            self._send_request(request, packed, now_s)
 
-    def _may_enter(self, message: tuple[Request, bytes]) -> bool:
-        """With the lock held."""
-        return self._suspects.may_enter(message[0], self._live.values(), time.monotonic())
-
-    def _send_request(self, request: Request, packed: bytes) -> None:
+    def _send_request(self, request: Request, packed: bytes, now_s: float) -> None:
         """With the lock held and a ready child."""
         assert self._child is not None
         if not self._live:
-            self._watch.begin(time.monotonic())
+            self._watch.begin(now_s)
         self._live[request.req_id] = request
+        self._suspects.enter(request, now_s)
         self._child.channel.send(packed)
 
     def _deliver(self, output: TokenOutput) -> None:
         """Hand an output over, unless its request has ended before."""
+        now_s = time.monotonic()
         with self._lock:
             request = self._live.get(output.req_id)
             if request is None:
                 return
+            if (prefill := output.prefill) is not None:
+                num_tokens = len(request.prompt_token_ids) - prefill.num_cached_tokens
+                self._held.note_prefill(num_tokens, prefill.device_s)
             if output.finish_reason:
                 del self._live[output.req_id]
-                self._suspects.clear(request)
-                self._send_held()
+                self._suspects.clear(request, now_s)
+                self._send_held(now_s)
         self._call_on_output(output)
 
     def _on_death(self, reason: str) -> None:
@@ -374,6 +383,7 @@ class EngineClient:
         if load_error:
             reason = f"engine cannot load: {load_error}"
         was_loaded = self._loaded.done()
+        self._load_watch.end()
         with self._lock:
             self._child = None
             if was_loaded:
@@ -402,17 +412,13 @@ class EngineClient:
         with self._lock:
             to_blame = self._suspects.on_death(self._live.values(), now_s)
             refusal = self._suspects.refusal(to_blame, now_s) if to_blame else None
-            while refusal and (copy := self._held.take_first(self._is_refused)):
-                refused.append(_failed(copy[0].req_id, refusal))
+            if refusal:
+                copies = self._held.take(lambda one: bool(self._suspects.refusal(one, now_s)))
+                refused = [_failed(copy.req_id, refusal) for copy, _ in copies]
         if to_blame:
             num_tokens = len(to_blame.prompt_token_ids)
             self._log(f"a request of {num_tokens} prompt tokens was there twice: refused from now")
-        for output in refused:
-            self._call_on_output(output)
-
-    def _is_refused(self, message: tuple[Request, bytes]) -> bool:
-        """With the lock held."""
-        return self._suspects.refusal(message[0], time.monotonic()) is not None
+        self._call_on_outputs(refused)
 
     def _give_up(self, reason: str) -> None:
         with self._lock:
@@ -421,15 +427,20 @@ class EngineClient:
         self._log(self._why_not_ready)
 
     def _check_progress(self, now_s: float) -> None:
-        child = self._child
-        assert child is not None
+        assert self._child is not None
         stalled_s = self._watch.on_ping_time(now_s)
         if stalled_s is None:
-            child.channel.send(pack(Kind.PING))
-            return
+            self._child.channel.send(pack(Kind.PING))
+        else:
+            self._end_stuck(f"made no progress for {stalled_s:.1f} s")
+
+    def _end_stuck(self, how: str) -> None:
+        """The child lives and does nothing: end it, so that it is restarted."""
+        child = self._child
+        assert child is not None
         child.dump_stacks()
         child.end()
-        self._on_death(f"engine process {child.pid} made no progress for {stalled_s:.1f} s")
+        self._on_death(f"engine process {child.pid} {how}")
 
     def _end_live(self, reason: str) -> int:
         """Everything in the engine process is lost. Returns the number of requests."""
@@ -439,32 +450,32 @@ class EngineClient:
             questions, self._questions = self._questions, {}
         for answer in questions.values():
             answer.set_exception(UnavailableError(reason))
-        for req_id in lost:
-            self._call_on_output(_unavailable(req_id, reason))
+        self._call_on_outputs([_failed(req_id, EngineDeadError(reason)) for req_id in lost])
         return len(lost)
 
     def _end_held(self, now_s: float) -> None:
         with self._lock:
-            ended, why = self._take_ended(now_s), self._why_not_ready
-        self._deliver_held(ended, why)
+            ended = self._take_ended(now_s)
+        self._call_on_outputs(ended)
 
-    def _take_ended(self, now_s: float) -> dict[int, bool]:
-        """The held requests that were cancelled, waited too long, or cannot start any more.
+    def _take_ended(self, now_s: float) -> list[TokenOutput]:
+        """Ends of held requests: cancelled, waited too long, or unable to start any more.
 
-        With the lock held; for _deliver_held without it.
+        With the lock held; to be delivered without it.
         """
-        cannot_start = self._drain_s is not None or self._state is EngineState.FAILED
-        return self._held.take_ended(math.inf if cannot_start else now_s)
-
-    def _deliver_held(self, ended: dict[int, bool], why: str) -> None:
-        for req_id, is_cancelled in ended.items():
-            if is_cancelled:
-                self._call_on_output(TokenOutput(req_id, finish_reason=FinishReason.CANCELLED))
-            else:
-                self._call_on_output(_unavailable(req_id, why))
+        held, why = self._held, self._why_not_ready
+        timeout = f"queue_timeout_ms={self._config.queue_timeout_ms:g} for the engine: {why}"
+        late = QueueTimeoutError(f"the request waited {timeout}")
+        ends = [TokenOutput(one, None, FinishReason.CANCELLED) for one in held.take_cancelled()]
+        ends += [_failed(req_id, late) for req_id in held.take_expired(now_s)]
+        if self._drain_s is not None or self._state is EngineState.FAILED:
+            left = held.take(lambda one: True)
+            ends += [_failed(request.req_id, UnavailableError(why)) for request, _ in left]
+        return ends
 
     def _advance_close(self, now_s: float, drain_s: float) -> None:
         self._respawn_s = None
+        self._load_watch.end()
         child = self._child
         if child is None:
             return
@@ -498,6 +509,10 @@ class EngineClient:
         with contextlib.suppress(OSError):  # full: awake anyway; closed: nothing left to do
             self._waker.send(b"\0")
 
+    def _call_on_outputs(self, outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            self._call_on_output(output)
+
     def _call_on_output(self, output: TokenOutput) -> None:
         try:
             self._on_output(output)
@@ -514,10 +529,6 @@ def _pack_request(request: Request) -> bytes:
         return pack(Kind.SUBMIT, request.to_wire())
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"request cannot be sent to the engine: {error}") from error
-
-
-def _unavailable(req_id: int, reason: str) -> TokenOutput:
-    return _failed(req_id, EngineDeadError(reason))
 
 
 def _failed(req_id: int, error: FlowPrefillError) -> TokenOutput:

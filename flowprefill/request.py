@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import hashlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgpack
 
 from flowprefill.errors import InvalidParameterError
 from flowprefill.sampling_params import SamplingParams
@@ -79,6 +83,13 @@ class Request:
     def deadline_s(self) -> float:
         """Latest time of the first token that still meets the TTFT objective."""
         return self.arrival_s + self.slo.ttft_s
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """The same for requests that the engine computes in the same way."""
+        hashed = hashlib.blake2b(repr(self.sampling).encode(), digest_size=16)
+        hashed.update(msgpack.packb(self.prompt_token_ids))
+        return hashed.digest()
 
     def to_wire(self) -> dict[str, Any]:
         wire = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

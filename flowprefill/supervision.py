@@ -1,4 +1,4 @@
-"""When an engine process counts as wedged, when it is restarted, and what waits to be sent to it.
+"""When an engine process counts as wedged, and when it is restarted.
 
 Pure: no process, no clock, no lock.
 """
@@ -6,9 +6,7 @@ Pure: no process, no clock, no lock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 GAVE_UP = "it died too often"
 """Why an engine is not restarted any more. The launcher looks for it in the log."""
@@ -23,6 +21,9 @@ class Supervision:
     min_wedge_s: float = 10.0
     """Without progress for so long, and for `wedge_slices` longest slices: wedged."""
     wedge_slices: float = 20.0
+    min_reload_s: float = 60.0
+    """An engine that restarts may load for so long, and for `reload_factor` first loads."""
+    reload_factor: float = 5.0
     backoff_s: float = 1.0
     """Before the first restart; doubled with each further death in the window."""
     max_backoff_s: float = 30.0
@@ -48,6 +49,32 @@ class RestartPlan:
             return None
         backoff_s = self._limits.backoff_s * 2.0 ** (len(deaths) - 1)
         return min(backoff_s, self._limits.max_backoff_s)
+
+
+class LoadWatch:
+    """Bounds how long an engine that restarts may load, by how long the first one took."""
+
+    def __init__(self, limits: Supervision) -> None:
+        self._limits = limits
+        self._begin_s = 0.0
+        self.limit_s: float | None = None
+        """None: the first engine, which may load for as long as it wants."""
+        self.due_s: float | None = None
+        """When the load that runs has taken too long; None = never, or none runs."""
+
+    def begin(self, now_s: float) -> None:
+        """An engine process was started."""
+        self._begin_s = now_s
+        self.due_s = None if self.limit_s is None else now_s + self.limit_s
+
+    def end(self) -> None:
+        """It is loaded, or gone."""
+        self.due_s = None
+
+    def note_first(self, now_s: float) -> None:
+        """The first engine has loaded."""
+        first_s = now_s - self._begin_s
+        self.limit_s = max(self._limits.min_reload_s, self._limits.reload_factor * first_s)
 
 
 class ProgressWatch:
@@ -82,50 +109,4 @@ class ProgressWatch:
         if stalled_s > self._wedge_s:
             return stalled_s
         self.next_ping_s = now_s + self._ping_s
-        return None
-
-
-T = TypeVar("T")
-
-
-class HeldRequests(Generic[T]):
-    """Requests that wait to be sent to the engine, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, tuple[T, float]] = {}  # what is sent, when it expires
-        self._cancelled: set[int] = set()
-
-    def __contains__(self, req_id: int) -> bool:
-        return req_id in self._held
-
-    def add(self, req_id: int, message: T, expires_s: float) -> None:
-        """Keep what is to be sent of a request until `expires_s` at most."""
-        self._held[req_id] = (message, expires_s)
-
-    def cancel(self, req_id: int) -> None:
-        """Mark a request that is held as over."""
-        self._cancelled.add(req_id)
-
-    def next_due_s(self) -> float | None:
-        """When the first one expires."""
-        return min((expires_s for _, expires_s in self._held.values()), default=None)
-
-    def take_ended(self, now_s: float) -> dict[int, bool]:
-        """Remove those that are over: req_id -> True if cancelled, False if it waited too long."""
-        ended = {
-            req_id: req_id in self._cancelled
-            for req_id, (_, expires_s) in self._held.items()
-            if req_id in self._cancelled or now_s >= expires_s
-        }
-        for req_id in ended:
-            del self._held[req_id]
-        self._cancelled.clear()
-        return ended
-
-    def take_first(self, may_go: Callable[[T], bool]) -> T | None:
-        """Remove the first one that may be sent."""
-        for req_id, (message, _) in self._held.items():
-            if req_id not in self._cancelled and may_go(message):
-                del self._held[req_id]
-                return message
         return None

@@ -14,7 +14,6 @@ Pure: no process, no lock, no clock.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -38,7 +37,8 @@ class Suspects:
     """Remembers requests by what they ask for: a second copy is the same request."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, _Suspicion] = {}
+        self._known: dict[bytes, _Suspicion] = {}  # the oldest first
+        self._alone: int | None = None  # req_id of the one inside that no other suspect may join
 
     def refusal(self, request: Request, now_s: float) -> EngineKillerError | None:
         """What a request that is to blame is answered; None for any other."""
@@ -48,20 +48,28 @@ class Suspects:
             f"the engine died twice with this request in it: it is refused for {FORGET_S:.0f} s"
         )
 
-    def may_enter(self, request: Request, inside: Collection[Request], now_s: float) -> bool:
-        """Whether it may go into an engine that has the requests `inside`."""
-        if self._level(request, now_s) < _MUST_BE_ALONE:
-            return True
-        return all(self._level(other, now_s) < _MUST_BE_ALONE for other in inside)
+    def may_enter(self, request: Request, now_s: float) -> bool:
+        """Whether it may go into the engine, beside those that are in it."""
+        return self._alone is None or self._level(request, now_s) < _MUST_BE_ALONE
 
-    def clear(self, request: Request) -> None:
+    def enter(self, request: Request, now_s: float) -> None:
+        """It goes into the engine."""
+        if self._level(request, now_s) >= _MUST_BE_ALONE:
+            self._alone = request.req_id
+
+    def clear(self, request: Request, now_s: float) -> None:
         """It has ended, and the engine lives."""
+        if self._alone == request.req_id:
+            self._alone = None
         if self._known:
-            self._known.pop(_digest(request), None)
+            self._known.pop(request.digest, None)
+            self._forget(now_s)
 
     def on_death(self, inside: Collection[Request], now_s: float) -> Request | None:
         """The engine died with the requests `inside`. Returns the one to blame, if clear."""
-        by_digest = {_digest(request): request for request in inside}
+        self._alone = None
+        self._forget(now_s)
+        by_digest = {request.digest: request for request in inside}
         again = [request for request in by_digest.values() if self._level(request, now_s)]
         to_blame = again[0] if len(again) == 1 else None
         for digest, request in by_digest.items():
@@ -78,13 +86,15 @@ class Suspects:
         """0 = nothing is known of it."""
         if not self._known:  # requests are long, and deaths are rare
             return 0
-        suspicion = self._known.get(_digest(request))
+        suspicion = self._known.get(request.digest)
         if suspicion is None or now_s - suspicion.since_s > FORGET_S:
             return 0
         return suspicion.level
 
-
-def _digest(request: Request) -> bytes:
-    """The same for requests that the engine computes in the same way."""
-    content = repr((request.prompt_token_ids, request.sampling)).encode()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    def _forget(self, now_s: float) -> None:
+        """Drop what is too old, so that with nothing known requests cost nothing again."""
+        while self._known:
+            digest, suspicion = next(iter(self._known.items()))
+            if now_s - suspicion.since_s <= FORGET_S:
+                return
+            del self._known[digest]

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from flowprefill.errors import (
     ConfigError,
     InvalidRequestError,
     ModelLoadError,
+    QueueFullError,
     UnavailableError,
 )
 from flowprefill.request import FinishReason, Request, TokenOutput
@@ -48,14 +50,14 @@ class Harness:
         model: str = "ok",
         supervision: Supervision = QUICK_RESTART,
         engine_factory: str = STAND_IN,
-        queue_timeout_ms: float = 5000.0,
+        **config: Any,
     ) -> None:
         self.changed = threading.Condition()
         self.outputs: dict[int, list[TokenOutput]] = defaultdict(list)
         self.log: list[str] = []
         self.progress: list[tuple[str, float]] = []
         self.client = EngineClient(
-            EngineConfig(model=model, device="cpu", queue_timeout_ms=queue_timeout_ms),
+            EngineConfig(model=model, device="cpu", **{"queue_timeout_ms": 5000.0, **config}),
             self._on_output,
             self._on_log,
             engine_factory=engine_factory,
@@ -122,7 +124,8 @@ def harness() -> Iterator[Callable[..., Harness]]:
 
 
 def counting_request(req_id: int, first_token: int = 10, max_tokens: int = 5) -> Request:
-    request = make_request(1, req_id=req_id, max_tokens=max_tokens, logit_bias={3: 1.0})
+    sampling = {"max_tokens": max_tokens, "logit_bias": {3: 1.0}}
+    request = make_request(1, req_id=req_id, arrival_s=time.monotonic(), **sampling)
     request.prompt_token_ids[0] = first_token
     return request
 
@@ -334,6 +337,7 @@ def test_sigkill_ends_every_live_request_and_the_engine_comes_back(
     for req_id in range(5):
         end = h.end(req_id, timeout_s=2.0)
         assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "UNAVAILABLE")
+        assert end.reject_reason is None, "it was in the engine"
         assert end.error_message == f"engine process {killed} was killed by SIGKILL"
     h.submit(9)  # during the restart: held
     assert h.end(9).finish_reason is FinishReason.LENGTH
@@ -375,8 +379,52 @@ def test_requests_during_a_restart_wait_for_the_queue_timeout(restarting: Harnes
     h.submit(1)
     end = h.end(1)
     assert 0.3 <= time.monotonic() - start_s < 2.0
-    assert end.error_code == "UNAVAILABLE"
-    assert "was killed by SIGKILL; the engine restarts" in str(end.error_message)
+    assert (end.error_code, end.reject_reason) == ("UNAVAILABLE", "queue_timeout")
+    message = str(end.error_message)
+    assert message.startswith("the request waited queue_timeout_ms=300 for the engine: engine proc")
+    assert "was killed by SIGKILL; the engine restarts" in message
+
+
+def test_what_waits_for_a_restart_is_bounded_as_the_queue_is(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    h = harness(f"second-waits:{gate}", max_waiting_requests=3).start()
+    h.kill()
+    h.wait_state(EngineState.RESTARTING)
+    for req_id in range(3):
+        h.submit(req_id)
+    with pytest.raises(
+        QueueFullError, match=r"the queue is full \(max_waiting_requests=3\): 3 req"
+    ):
+        h.submit(3)
+    h.client.cancel(0)
+    assert h.end(0).finish_reason is FinishReason.CANCELLED
+    h.submit(4)
+    gate.unlink()
+    for req_id in (1, 2, 4):
+        assert h.end(req_id).finish_reason is FinishReason.LENGTH
+
+
+def test_a_held_request_that_waited_before_waits_as_much_less(restarting: Harness) -> None:
+    restarting.submit(1)
+    request = counting_request(2)
+    object.__setattr__(request, "arrival_s", request.arrival_s - 1.0)  # in a parser's queue
+    restarting.client.submit(request)
+    assert restarting.end(2, timeout_s=0.25).reject_reason == "queue_timeout"
+
+
+def test_a_restart_that_hangs_while_it_loads_is_ended(
+    harness: Callable[..., Harness], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    limits = Supervision(backoff_s=0.01, max_deaths=1000, min_reload_s=0.0, reload_factor=3.0)
+    h = harness(f"second-waits:{gate}", supervision=limits).start()
+    h.kill()
+    h.wait(lambda: any("did not load within" in line for line in h.log))
+    h.wait(lambda: any("in load" in line for line in h.log))  # where it stood
+    gate.unlink()
+    h.wait_state(EngineState.READY)
 
 
 def test_a_held_request_can_be_cancelled(restarting: Harness) -> None:
@@ -414,7 +462,8 @@ def test_a_cancel_is_not_lost_while_held_requests_are_handed_over(
 def test_close_during_a_restart_ends_held_requests(restarting: Harness) -> None:
     restarting.submit(1)
     restarting.client.close()
-    assert restarting.ends(1)[0].error_code == "UNAVAILABLE"
+    end = restarting.ends(1)[0]
+    assert (end.error_code, end.reject_reason) == ("UNAVAILABLE", "unavailable")
     assert restarting.client.state is EngineState.CLOSED
 
 
@@ -446,7 +495,9 @@ def test_a_reload_that_fails_counts_as_a_death(
     h.kill()
     h.wait_state(EngineState.RESTARTING)
     h.submit(1)
-    assert "FileExistsError" in str(h.end(1).error_message)
+    end = h.end(1)
+    assert "FileExistsError" in str(end.error_message)
+    assert end.reject_reason == "unavailable"
     h.wait_state(EngineState.FAILED)
 
 

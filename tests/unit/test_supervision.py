@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowprefill.supervision import HeldRequests, ProgressWatch, RestartPlan, Supervision
+from flowprefill.supervision import LoadWatch, ProgressWatch, RestartPlan, Supervision
 
 LIMITS = Supervision()
 
@@ -74,24 +74,22 @@ def test_backoff_is_at_most_thirty_seconds() -> None:
     assert [plan.backoff_after_death_s(float(death)) for death in range(7)][-2:] == [30.0, 30.0]
 
 
-def test_held_requests_end_once_and_the_others_keep_their_order() -> None:
-    held: HeldRequests[bytes] = HeldRequests()
-    for req_id, expires_s in ((3, 9.0), (1, 2.0), (2, 9.0), (4, 8.0)):
-        held.add(req_id, b"%d" % req_id, expires_s)
-    held.cancel(2)
-    assert held.next_due_s() == 2.0
-    assert held.take_ended(now_s=2.0) == {1: False, 2: True}
-    assert held.take_ended(now_s=2.0) == {}
-    assert 3 in held and 1 not in held
-    assert held.take_first(lambda message: message != b"3") == b"4"
-    assert held.take_first(lambda message: True) == b"3"
-    assert held.take_first(lambda message: True) is None
-    assert held.next_due_s() is None
+def test_only_an_engine_that_restarts_has_to_load_within_a_limit() -> None:
+    watch = LoadWatch(LIMITS)
+    watch.begin(100.0)
+    assert watch.due_s is None
+    watch.end()
+    watch.note_first(130.0)
+    assert watch.due_s is None
+    watch.begin(1000.0)
+    assert watch.due_s == 1150.0  # five times the first load
+    watch.end()
+    assert watch.due_s is None
 
 
-def test_a_cancelled_request_is_never_sent() -> None:
-    held: HeldRequests[bytes] = HeldRequests()
-    held.add(1, b"1", 9.0)
-    held.cancel(1)
-    assert held.take_first(lambda message: True) is None
-    assert held.take_ended(now_s=0.0) == {1: True}
+def test_a_restart_may_load_for_a_minute_however_quick_the_first_load_was() -> None:
+    watch = LoadWatch(LIMITS)
+    watch.begin(0.0)
+    watch.note_first(0.5)
+    watch.begin(10.0)
+    assert watch.due_s == 70.0

@@ -36,30 +36,32 @@ def test_the_only_request_that_was_there_twice_is_refused() -> None:
 
 
 def test_innocents_that_come_again_with_the_killer_are_not_refused() -> None:
-    suspects, killer = Suspects(), 7
+    suspects, killer = Suspects(), request(7)
     everybody = range(10)
     for _ in range(2):
         assert suspects.on_death([request(kind) for kind in everybody], 0.0) is None
     num_deaths = 0
     for kind in everybody:
-        assert suspects.may_enter(request(kind), [], 0.0)
+        assert suspects.may_enter(request(kind), 0.0)
+        suspects.enter(request(kind), 0.0)
         others = [request(other) for other in everybody if other > kind]
-        assert not any(suspects.may_enter(other, [request(kind)], 0.0) for other in others)
-        assert suspects.may_enter(request(99), [request(kind)], 0.0)
-        if kind == killer:
-            assert suspects.on_death([request(kind), request(99)], 0.0) == request(killer)
+        assert not any(suspects.may_enter(other, 0.0) for other in others)
+        assert suspects.may_enter(request(99), 0.0)
+        suspects.enter(request(99), 0.0)
+        if request(kind) == killer:
+            assert suspects.on_death([request(kind), request(99)], 0.0) == killer
             num_deaths += 1
         else:
-            suspects.clear(request(kind))
+            suspects.clear(request(kind), 0.0)
     assert num_deaths == 1
-    assert [kind for kind in (*everybody, 99) if is_refused(suspects, request(kind))] == [killer]
+    assert [kind for kind in (*everybody, 99) if is_refused(suspects, request(kind))] == [7]
 
 
 def test_a_request_that_ended_meanwhile_is_cleared() -> None:
     suspects = Suspects()
     for _ in range(5):
         suspects.on_death([request(1)], 0.0)
-        suspects.clear(request(1))
+        suspects.clear(request(1), 0.0)
     assert not is_refused(suspects, request(1))
 
 
@@ -69,6 +71,25 @@ def test_a_refusal_is_forgotten() -> None:
         suspects.on_death([request(1)], 0.0)
     assert is_refused(suspects, request(1), FORGET_S)
     assert not is_refused(suspects, request(1), FORGET_S + 1)
+
+
+def test_requests_cost_nothing_again_once_all_is_forgotten() -> None:
+    suspects = Suspects()
+    suspects.on_death([request(1), request(2)], 0.0)
+    suspects.on_death([request(3)], 10.0)
+    suspects.clear(request(9), FORGET_S + 5)
+    assert len(suspects._known) == 1
+    suspects.clear(request(9), FORGET_S + 11)
+    innocent = request(4)
+    assert suspects.refusal(innocent, FORGET_S + 11) is None
+    assert "digest" not in vars(innocent)
+
+
+def test_a_request_is_digested_once() -> None:
+    asked = request(1)
+    digest = asked.digest
+    asked.prompt_token_ids.append(5)
+    assert asked.digest is digest != request(2).digest
 
 
 def test_other_sampling_is_another_request() -> None:
