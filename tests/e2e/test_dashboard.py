@@ -135,7 +135,7 @@ def test_the_rules_are_evaluated_without_a_fault(prometheus: Prometheus, client:
     wait_for(lambda: prometheus.values('flowprefill:goodput:rate5m{slo_class="chat"}'))
     groups = prometheus.ask("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
-    assert len(rules) == 8
+    assert len(rules) == 9
     assert {rule["name"]: rule.get("lastError") for rule in rules} == dict.fromkeys(
         rule["name"] for rule in rules
     )

@@ -82,6 +82,8 @@ def test_haproxy_has_metrics_of_its_own(cluster: Cluster) -> None:
     with urllib.request.urlopen(f"{cluster.stats_url}/metrics", timeout=5) as reply:
         page = reply.read().decode()
     assert 'haproxy_backend_active_servers{proxy="grpc_servers"} 3' in page
+    down = 'haproxy_server_status{proxy="grpc_servers",server="server-1",state="DOWN"} 0'
+    assert down in page  # an alert asks for it
 
 
 def test_a_drained_server_stops_without_one_failed_call(cluster: Cluster, client: Client) -> None:

@@ -69,11 +69,29 @@ def test_ports_are_open_to_this_machine_only(services: dict[str, Any]) -> None:
     assert ports and all(port.startswith("127.0.0.1:") for port in ports)
 
 
+@pytest.mark.parametrize("services", [COMPOSE, CLUSTER], ids=["one server", "cluster"])
+def test_what_ends_is_started_again(services: dict[str, Any]) -> None:
+    lasting = [s for s in services.values() if "image" in s and "profiles" not in s]
+    assert lasting
+    assert {service.get("restart") for service in lasting} == {"unless-stopped"}
+
+
+def test_nobody_can_log_in_at_grafana_whose_password_everybody_knows() -> None:
+    environment = COMPOSE["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert "GF_AUTH_ANONYMOUS_ORG_ROLE" not in environment  # Viewer
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+
+
 def test_prometheus_asks_all_servers_on_their_metrics_port() -> None:
     config = read_yaml(mounts(COMPOSE["prometheus"])["/etc/prometheus"] / "prometheus.yml")
-    discovery = config["scrape_configs"][0]["dns_sd_configs"][0]
-    assert discovery["names"] == COMPOSE["server"]["networks"]["default"]["aliases"]
-    assert discovery["port"] == serve_options(COMPOSE["server"]["command"])["metrics_port"]
+    jobs = {job["job_name"]: job["dns_sd_configs"][0] for job in config["scrape_configs"]}
+    servers = jobs["flowprefill"]
+    assert servers["names"] == COMPOSE["server"]["networks"]["default"]["aliases"]
+    assert servers["port"] == serve_options(COMPOSE["server"]["command"])["metrics_port"]
+    assert jobs["haproxy"]["names"] == [name for name in CLUSTER if name == "haproxy"]
+    assert jobs["haproxy"]["port"] in container_ports(CLUSTER["haproxy"])
 
 
 def test_grafana_finds_its_data_source_and_its_dashboard() -> None:
@@ -93,17 +111,20 @@ def test_haproxy_knows_the_servers_of_the_cluster_and_their_ports() -> None:
     config = (DOCKER / "haproxy" / "haproxy.cfg").read_text()
     wanted = set(re.findall(r"\$\{(SERVER_\d)\}", config))
     environment = CLUSTER["haproxy"]["environment"]
-    assert set(environment) == wanted
-    assert set(environment.values()) == {name for name in CLUSTER if name.startswith("server")}
-    assert set(environment.values()) <= set(CLUSTER["haproxy"]["depends_on"])
+    servers = {name: value for name, value in environment.items() if name.startswith("SERVER")}
+    assert set(servers) == wanted
+    assert set(servers.values()) == {name for name in CLUSTER if name.startswith("server")}
+    assert set(servers.values()) <= set(CLUSTER["haproxy"]["depends_on"])
 
     options = serve_options(COMPOSE["server"]["command"])
     defaults = dict(re.findall(r"\$\{(GRPC|HTTP|OPENAI)_PORT-(\d+)\}", config))
     assert {name: int(port) for name, port in defaults.items()} == {
         name: options[f"{name.lower()}_port"] for name in ("GRPC", "HTTP", "OPENAI")
     }
-    binds = {int(port) for port in re.findall(r"_BIND-:(\d+)\}", config)}
+    binds = {int(port) for port in re.findall(r"_BIND-[\d.]*:(\d+)\}", config)}
     assert container_ports(CLUSTER["haproxy"]) == binds
+    # Whatever listens on a container's own 127.0.0.1 is reached by nobody outside of it.
+    assert environment["ADMIN_BIND"].startswith(":")
 
 
 def test_the_image_s_context_holds_what_is_copied_and_no_more() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from typing import Any
 
 import yaml
 
 from flowprefill.server import _KILL_GRACE_S, UNLOAD_TIMEOUT_S
 from tests.unit.deploy.deploy_files import (
+    DOCKER,
     DOCKERFILE,
     KUBERNETES,
+    ROOT,
     family_of,
     metric_families,
     read_manifests,
@@ -85,12 +88,12 @@ def test_services_and_monitor_lead_to_ports_of_the_container() -> None:
     assert [endpoint["port"] for endpoint in endpoints] == ["metrics"]
 
 
-def test_probes_ask_tritonserver_s_health_and_allow_for_the_load() -> None:
+def test_probes_ask_what_is_last_to_be_ready_and_allow_for_the_load() -> None:
     spec = container("flowprefill")
     probes = {name: spec[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
     assert {name: probe["httpGet"] for name, probe in probes.items()} == {
-        "startup": {"path": "/v2/health/ready", "port": "http"},
-        "readiness": {"path": "/v2/health/ready", "port": "http"},
+        "startup": {"path": "/health", "port": "openai"},
+        "readiness": {"path": "/health", "port": "openai"},
         "liveness": {"path": "/v2/health/live", "port": "http"},
     }
     startup_s = probes["startup"]["periodSeconds"] * probes["startup"]["failureThreshold"]
@@ -113,6 +116,7 @@ def test_the_image_can_run_as_the_manifests_want_it() -> None:
     assert pod("flowprefill")["spec"]["securityContext"]["runAsNonRoot"] is True
     user = re.search(r"^USER (\S+)", DOCKERFILE, re.MULTILINE)
     assert user and int(user.group(1)) > 0
+    assert pod("flowprefill")["spec"]["securityContext"]["fsGroup"] == int(user.group(1))
     mounted = {mount["mountPath"] for mount in container("flowprefill")["volumeMounts"]}
     cache = re.search(r"XDG_CACHE_HOME=(\S+)", DOCKERFILE)
     assert cache and mounted == {"/dev/shm", cache.group(1)}
@@ -123,7 +127,30 @@ def test_the_image_can_run_as_the_manifests_want_it() -> None:
 def test_the_autoscaler_scales_the_deployment() -> None:
     spec = named("ScaledObject", "flowprefill")["spec"]
     assert spec["scaleTargetRef"] == {"name": "flowprefill"}
-    assert named("Deployment", "flowprefill")["spec"]["replicas"] == spec["minReplicaCount"]
+    # With a number of its own, each `apply` would undo what the autoscaler did.
+    assert "replicas" not in named("Deployment", "flowprefill")["spec"]
+    assert spec["minReplicaCount"] >= 2
+    load, lateness = (trigger["metadata"] for trigger in spec["triggers"])
+    assert load["ignoreNullValues"] == "false"
+    assert "or vector(0)" in lateness["query"]  # no traffic is not late
+
+
+def test_servers_are_spread_over_nodes() -> None:
+    [spread] = pod("flowprefill")["spec"]["topologySpreadConstraints"]
+    assert spread["labelSelector"]["matchLabels"] == pod("flowprefill")["metadata"]["labels"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+def test_the_documented_command_makes_a_rule_object_of_the_rules() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    [command] = re.findall(
+        r"^(\{ printf .*?) \| kubectl apply -f -$", page, re.MULTILINE | re.DOTALL
+    )
+    made = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=True).stdout
+    rule = yaml.safe_load(made)
+    assert rule["kind"] == "PrometheusRule"
+    rules = (DOCKER / "prometheus" / "rules.yml").read_text()
+    assert rule["spec"] == yaml.safe_load(rules)
 
 
 def test_the_gateway_leads_through_the_picker_to_the_openai_port() -> None:
