@@ -18,7 +18,7 @@ from flowprefill.host_memory import available_bytes
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
-from flowprefill.native.library import NativeUnavailableError, load_library, source_digest
+from flowprefill.native.library import NativeUnavailableError, build_name, load_library
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
@@ -87,7 +87,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     limits = device.slice_limits(spec, dtype, max_slice_s, is_native)
     program = DecoderProgram(spec, operators, limits)
     on_progress("prepare operators", 1.0)
-    kernels = f"native {source_digest()}" if is_native else "torch"
+    kernels = f"native {build_name()}" if is_native else "torch"
     return LoadedModel(spec, device, dtype, cache, program, content, kernels)
 
 

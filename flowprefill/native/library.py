@@ -1,7 +1,8 @@
 """The shared library of CPU kernels: compiled once from src/, found again, its functions typed.
 
-`make setup` compiles it into this package; a load that finds none compiles it then. It needs a C++
-compiler, x86-64 Linux and AVX-512; where one is missing, torch's operators take its place.
+`make setup` compiles it into this package, for the instructions that this processor has; a load
+that finds none compiles it then. It needs a C++ compiler, x86-64 Linux, and AVX-512 or AVX2; where
+one is missing, torch's operators take its place.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from flowprefill.errors import FlowPrefillError
 from flowprefill.host_cpu import cpu_flags
@@ -31,14 +33,29 @@ _OPTIONS = (
     "-shared",
     "-fPIC",
     "-pthread",
-    "-march=x86-64-v4",  # AVX-512; only the bf16 kernels use what is beyond it
-    "-mavx512bf16",
     "-ffp-contract=off",  # the bits of a row must not depend on what the compiler fuses
     "-fno-math-errno",
     "-w",
 )
 _COMPILE_TIMEOUT_S = 300.0
-_FLAGS = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+
+
+class Instructions(NamedTuple):
+    """What a library is compiled for."""
+
+    flags: frozenset[str]
+    """What a processor must have."""
+    options: tuple[str, ...]
+    """Of the compiler."""
+
+
+AVX512 = Instructions(
+    frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    ("-march=x86-64-v4", "-mavx512bf16"),  # only the bf16 kernels use what is beyond v4
+)
+AVX2 = Instructions(
+    frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}), ("-march=x86-64-v3",)
+)
 BF16_FLAG = "avx512_bf16"
 AMX_FLAG = "amx_bf16"
 
@@ -107,8 +124,8 @@ _FUNCTIONS = {
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
     """The library, compiled if need be (some seconds). Raises NativeUnavailableError."""
-    check_cpu(cpu_flags())
-    path = _find() or compile_library()
+    instructions = instructions_of(cpu_flags())
+    path = _find(instructions) or compile_library(instructions)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # damaged, of another system, or where nothing may be executed
@@ -119,16 +136,17 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def check_cpu(flags: frozenset[str]) -> None:
-    """Raises NativeUnavailableError if this machine cannot run the kernels."""
+def instructions_of(flags: frozenset[str]) -> Instructions:
+    """The widest that a processor with these flags has. Raises NativeUnavailableError."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NativeUnavailableError("they need x86-64 Linux")
-    missing = sorted(_FLAGS - flags)
+    missing = sorted(AVX2.flags - flags)
     if missing:
         raise NativeUnavailableError(f"this processor has no {', '.join(missing)}")
+    return AVX512 if flags >= AVX512.flags else AVX2
 
 
-def compile_library(directories: list[Path] | None = None) -> Path:
+def compile_library(instructions: Instructions, directories: list[Path] | None = None) -> Path:
     """Compile into the first of the directories that can be written; returns the library's path.
 
     directories: None = this package, then the user's cache. Raises NativeUnavailableError.
@@ -141,21 +159,25 @@ def compile_library(directories: list[Path] | None = None) -> Path:
     problems = []
     for directory in directories or list(_directories()):
         try:
-            return _compile_into(directory, [compiler, *command[1:]])
+            return _compile_into(directory, instructions, [compiler, *command[1:]])
         except OSError as error:
             problems.append(str(error))
     raise NativeUnavailableError(f"the library cannot be kept anywhere: {'; '.join(problems)}")
 
 
-def _compile_into(directory: Path, compiler: list[str]) -> Path:
+def _compile_into(directory: Path, instructions: Instructions, compiler: list[str]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / _name()
+    target = directory / _name(instructions)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         built = Path(scratch, "library.so")
-        command = [*compiler, *_OPTIONS, "-o", str(built), str(_SOURCES / "library.cpp")]
+        command = [*compiler, *_OPTIONS, *instructions.options, "-o", str(built)]
         try:
             run = subprocess.run(
-                command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+                [*command, str(_SOURCES / "library.cpp")],
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise NativeUnavailableError(f"{compiler[0]} ran for {error.timeout:.0f} s") from error
@@ -171,8 +193,9 @@ def _reason(run: subprocess.CompletedProcess[str]) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def _find() -> Path | None:
-    return next((p for d in _directories() if (p := d / _name()).is_file()), None)
+def _find(instructions: Instructions) -> Path | None:
+    paths = (directory / _name(instructions) for directory in _directories())
+    return next(filter(Path.is_file, paths), None)
 
 
 def _directories() -> Iterator[Path]:
@@ -180,24 +203,29 @@ def _directories() -> Iterator[Path]:
     yield user_cache_directory("native")
 
 
-@lru_cache(maxsize=1)
-def source_digest() -> str:
+@lru_cache
+def source_digest(instructions: Instructions) -> str:
     """Names this build: sources and options."""
-    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
+    digest = hashlib.sha256(" ".join((*_OPTIONS, *instructions.options)).encode())
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _name() -> str:
-    return f"flowprefill-{source_digest()}.so"
+def build_name() -> str:
+    """Of the library that this processor uses. Raises NativeUnavailableError."""
+    return source_digest(instructions_of(cpu_flags()))
+
+
+def _name(instructions: Instructions) -> str:
+    return f"flowprefill-{source_digest(instructions)}.so"
 
 
 def main(report: Callable[[str], None] = print) -> None:
     """Compile at set-up; where that cannot be, say so once and leave it to torch's operators."""
     try:
-        check_cpu(cpu_flags())
-        report(f"native CPU kernels: {_find() or compile_library()}")
+        instructions = instructions_of(cpu_flags())
+        report(f"native CPU kernels: {_find(instructions) or compile_library(instructions)}")
     except NativeUnavailableError as error:
         report(f"native CPU kernels: none, torch's operators are used instead: {error}")
 

@@ -97,15 +97,15 @@ class HeadAttention {
 
   void reset(LineState& state) const {
     state.maximum = LOWEST;
-    _mm512_store_ps(state.total, _mm512_setzero_ps());
+    store(state.total, zero());
     std::fill(state.out, state.out + head_dim(), 0.0f);
   }
 
   void write(const LineState& state, int line) const {
-    const Vec scale = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(_mm512_load_ps(state.total)));
+    const Vec scale = broadcast(1.0f / sum_of_lanes(load(state.total)));
     auto* to = reinterpret_cast<typename T::Element*>(query(line));
     for (int d = 0; d < head_dim(); d += LANES)
-      T::store(to + d, 0xffff, _mm512_mul_ps(_mm512_load_ps(state.out + d), scale));
+      T::store(to + d, mul(load(state.out + d), scale));
   }
 
   // Where K and V of a chunk lie. Behind the last token there may be no block: the chunk's first
@@ -154,7 +154,7 @@ class HeadAttention {
     for (int i = 0; i < TILE_BLOCKS; ++i) k[i] = cache_.k + blocks_[key / LANES + i];
     Vec scores[LINES][TILE_BLOCKS];
     for (auto& row : scores)
-      for (auto& score : row) score = _mm512_setzero_ps();
+      for (auto& score : row) score = zero();
     add_products<T, LANES, true>(scores, lines.q[0], Q_STRIDE, k, HEAD_WORDS ? HEAD_WORDS : cache_.head_words,
                           cache_.v - cache_.k);
     for (int r = 0; r < LINES; ++r) {
@@ -182,32 +182,32 @@ class HeadAttention {
 
   static void mask(Vec (&scores)[TILE_BLOCKS], int visible) {
     for (int j = 0; j < TILE_BLOCKS; ++j) {
-      const __mmask16 seen = first_lanes(std::clamp(visible - j * LANES, 0, LANES));
-      scores[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(LOWEST), scores[j]);
+      const int seen = std::clamp(visible - j * LANES, 0, LANES);
+      scores[j] = keep_first(seen, scores[j], broadcast(LOWEST));
     }
   }
 
   // Scores -> probabilities; returns the factor of what was summed before.
   static float softmax(const Vec (&scores)[TILE_BLOCKS], LineState& state, Word* probs) {
-    const Vec largest = _mm512_max_ps(_mm512_max_ps(scores[0], scores[1]),
-                                      _mm512_max_ps(scores[2], scores[3]));
+    const Vec largest = greater_of(greater_of(scores[0], scores[1]),
+                                      greater_of(scores[2], scores[3]));
     float decay = 1.0f;
-    if (_mm512_cmp_ps_mask(largest, _mm512_set1_ps(state.maximum), _CMP_GT_OQ)) {
-      const float maximum = _mm512_reduce_max_ps(largest);
-      const Vec below = _mm512_set1_ps(state.maximum - maximum);
-      decay = _mm512_cvtss_f32(exp2_of_negative(below));
+    if (any_greater(largest, broadcast(state.maximum))) {
+      const float maximum = greatest_lane(largest);
+      const Vec below = broadcast(state.maximum - maximum);
+      decay = first_lane(exp2_of_negative(below));
       state.maximum = maximum;
     }
-    Vec total = _mm512_mul_ps(_mm512_load_ps(state.total), _mm512_set1_ps(decay));
-    const Vec maximum = _mm512_set1_ps(state.maximum);
+    Vec total = mul(load(state.total), broadcast(decay));
+    const Vec maximum = broadcast(state.maximum);
     auto* to = reinterpret_cast<typename T::Element*>(probs);
     for (int j = 0; j < TILE_BLOCKS; j += 2) {
-      const Vec p0 = exp2_of_negative(_mm512_sub_ps(scores[j], maximum));
-      const Vec p1 = exp2_of_negative(_mm512_sub_ps(scores[j + 1], maximum));
-      total = _mm512_add_ps(total, _mm512_add_ps(p0, p1));
+      const Vec p0 = exp2_of_negative(sub(scores[j], maximum));
+      const Vec p1 = exp2_of_negative(sub(scores[j + 1], maximum));
+      total = add(total, add(p0, p1));
       T::store_two(to + j * LANES, p0, p1);
     }
-    _mm512_store_ps(state.total, total);
+    store(state.total, total);
     return decay;
   }
 
@@ -217,8 +217,8 @@ class HeadAttention {
     Vec sums[LINES][PANELS];
     for (int r = 0; r < LINES; ++r)
       for (int j = 0; j < PANELS; ++j)
-        sums[r][j] = _mm512_mul_ps(_mm512_load_ps(states[r].out + dim + j * LANES),
-                                   _mm512_set1_ps(probs.decay[r]));
+        sums[r][j] = mul(load(states[r].out + dim + j * LANES),
+                                   broadcast(probs.decay[r]));
     for (int i = 0; i * BLOCK_KEY_WORDS < key_words; ++i) {
       const Word* panels[PANELS];
       for (int j = 0; j < PANELS; ++j)
@@ -231,7 +231,7 @@ class HeadAttention {
     }
     for (int r = 0; r < LINES; ++r)
       for (int j = 0; j < PANELS; ++j)
-        _mm512_store_ps(states[r].out + dim + j * LANES, sums[r][j]);
+        store(states[r].out + dim + j * LANES, sums[r][j]);
   }
 
   const LayerCache& cache_;

@@ -176,8 +176,8 @@ class Decoder {
         for (int r = 0; r < count; ++r)
           for (int j = 0; j < panels; ++j) {
             const int column = (panel + j) * LANES;
-            _mm512_mask_storeu_ps(out + static_cast<size_t>(row + r) * vocab + column,
-                                  first_lanes(vocab - column), tile.vec(r, j));
+            store_first(out + static_cast<size_t>(row + r) * vocab + column, vocab - column,
+                        tile.vec(r, j));
           }
       });
     });
@@ -274,9 +274,9 @@ class Decoder {
   }
 
   template <class Source>
-  Vec load(const Source* from) const {
-    if constexpr (std::is_same_v<Source, float>) return _mm512_loadu_ps(from);
-    else return T::load(from, 0xffff);
+  static Vec read(const Source* from) {
+    if constexpr (std::is_same_v<Source, float>) return load(from);
+    else return T::load(from);
   }
 
   // x / rms(x) * weight of each row.
@@ -297,17 +297,17 @@ class Decoder {
 
   template <class Source>
   void norm_row(const Source* x, const float* weight, Word* out) const {
-    Vec squares = _mm512_setzero_ps();
+    Vec squares = zero();
     for (int i = 0; i < shape_.hidden; i += LANES) {
-      const Vec v = load(x + i);
-      squares = _mm512_fmadd_ps(v, v, squares);
+      const Vec v = read(x + i);
+      squares = mul_add(v, v, squares);
     }
-    const float mean = _mm512_reduce_add_ps(squares) / shape_.hidden;
-    const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(mean + shape_.eps));
+    const float mean = sum_of_lanes(squares) / shape_.hidden;
+    const Vec scale = broadcast(1.0f / std::sqrt(mean + shape_.eps));
     auto* to = reinterpret_cast<Element*>(out);
     for (int i = 0; i < shape_.hidden; i += LANES) {
-      const Vec v = _mm512_mul_ps(load(x + i), scale);
-      T::store(to + i, 0xffff, _mm512_mul_ps(v, _mm512_loadu_ps(weight + i)));
+      const Vec v = mul(read(x + i), scale);
+      T::store(to + i, mul(v, load(weight + i)));
     }
   }
 
@@ -323,8 +323,8 @@ class Decoder {
         for (int j = 0; j < panels; ++j) {
           const int column = (panel + j) * LANES;
           Vec v = tile.vec(r, j);
-          if (layer.qkv_bias) v = _mm512_add_ps(v, _mm512_loadu_ps(layer.qkv_bias + column));
-          _mm512_storeu_ps(sums + offset(row + r, qkv_size()) + column, v);
+          if (layer.qkv_bias) v = add(v, load(layer.qkv_bias + column));
+          store(sums + offset(row + r, qkv_size()) + column, v);
         }
     });
     return sums;
@@ -337,12 +337,12 @@ class Decoder {
     const int dim = shape_.head_dim, group = shape_.num_heads / shape_.num_kv_heads;
     const int64_t position = rows.positions[row], slot = rows.slots[row];
     alignas(64) float x[MAX_HEAD_DIM];
-    const Vec scale = _mm512_set1_ps(shape_.query_scale);
+    const Vec scale = broadcast(shape_.query_scale);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       rotate_head(sums + head * dim, layer.q_norm, position, x);
       Element* to = rows.q + offset(row, q_size()) + head * dim;
       for (int i = 0; i < dim; i += LANES)
-        T::store(to + i, 0xffff, _mm512_mul_ps(_mm512_load_ps(x + i), scale));
+        T::store(to + i, mul(load(x + i), scale));
     }
     const size_t block_words = words(dim) * LANES;
     const size_t block = (slot / LANES * shape_.num_kv_heads + kv_head) * block_words;
@@ -367,35 +367,35 @@ class Decoder {
     const int dim = shape_.head_dim, half = dim / 2;
     std::copy_n(from, dim, x);
     if (norm) {
-      Vec squares = _mm512_setzero_ps();
+      Vec squares = zero();
       for (int i = 0; i < dim; i += LANES) {
-        const Vec v = _mm512_load_ps(x + i);
-        squares = _mm512_fmadd_ps(v, v, squares);
+        const Vec v = load(x + i);
+        squares = mul_add(v, v, squares);
       }
-      const float mean = _mm512_reduce_add_ps(squares) / dim;
-      const Vec scale = _mm512_set1_ps(1.0f / std::sqrt(mean + shape_.eps));
+      const float mean = sum_of_lanes(squares) / dim;
+      const Vec scale = broadcast(1.0f / std::sqrt(mean + shape_.eps));
       for (int i = 0; i < dim; i += LANES) {
-        const Vec v = _mm512_mul_ps(_mm512_load_ps(x + i), scale);
-        _mm512_store_ps(x + i, _mm512_mul_ps(v, _mm512_loadu_ps(norm + i)));
+        const Vec v = mul(load(x + i), scale);
+        store(x + i, mul(v, load(norm + i)));
       }
     }
     const float* cos = shape_.cos + position * dim;
     const float* sin = shape_.sin + position * dim + half;
     for (int i = 0; i < half; i += LANES) {
-      const __mmask16 lanes = first_lanes(half - i);
-      const Vec a = _mm512_maskz_loadu_ps(lanes, x + i);
-      const Vec b = _mm512_maskz_loadu_ps(lanes, x + half + i);
-      const Vec c = _mm512_maskz_loadu_ps(lanes, cos + i);
-      const Vec s = _mm512_maskz_loadu_ps(lanes, sin + i);
-      _mm512_mask_storeu_ps(x + i, lanes, _mm512_fnmadd_ps(b, s, _mm512_mul_ps(a, c)));
-      _mm512_mask_storeu_ps(x + half + i, lanes, _mm512_fmadd_ps(a, s, _mm512_mul_ps(b, c)));
+      const int lanes = half - i;
+      const Vec a = load_first(x + i, lanes);
+      const Vec b = load_first(x + half + i, lanes);
+      const Vec c = load_first(cos + i, lanes);
+      const Vec s = load_first(sin + i, lanes);
+      store_first(x + i, lanes, mul_subtract(b, s, mul(a, c)));
+      store_first(x + half + i, lanes, mul_add(a, s, mul(b, c)));
     }
   }
 
   void store_k(const float* x, Word* block, int token) const {
     alignas(64) Element row[MAX_HEAD_DIM];
     for (int i = 0; i < shape_.head_dim; i += LANES)
-      T::store(row + i, 0xffff, _mm512_load_ps(x + i));
+      T::store(row + i, load(x + i));
     for (size_t w = 0; w < words(shape_.head_dim); ++w)
       std::memcpy(block + w * LANES + token, row + w * P, sizeof(Word));
   }
@@ -403,7 +403,7 @@ class Decoder {
   void store_v_pair(const float* x, const float* y, Word* block, int token) const {
     for (int d = 0; d < shape_.head_dim; d += LANES) {
       const size_t panel = d / LANES * (LANES / P) + token / P;
-      T::store_by_turns(block + panel * LANES, _mm512_loadu_ps(x + d), _mm512_loadu_ps(y + d));
+      T::store_by_turns(block + panel * LANES, load(x + d), load(y + d));
     }
   }
 
@@ -411,7 +411,7 @@ class Decoder {
   void store_v(const float* x, Word* block, int token, bool clears_next) const {
     alignas(64) Element row[LANES];
     for (int d = 0; d < shape_.head_dim; d += LANES) {
-      T::store(row, 0xffff, _mm512_loadu_ps(x + d));
+      T::store(row, load(x + d));
       const size_t panel = d / LANES * (LANES / P) + token / P;
       auto* to = reinterpret_cast<Element*>(block + panel * LANES) + token % P;
       for (int i = 0; i < LANES; ++i) to[i * P] = row[i];
@@ -462,7 +462,7 @@ class Decoder {
       for (int r = 0; r < num_rows; ++r)
         for (int j = 0; j < panels; ++j) {
           const size_t at = offset(row + r, width) + (panel + j) * LANES;
-          _mm512_storeu_ps(residual + at, _mm512_add_ps(load(hidden + at), tile.vec(r, j)));
+          store(residual + at, add(read(hidden + at), tile.vec(r, j)));
         }
     });
     team.wait(first_panels(team, layer.gate_up, width, 2 * inner / LANES));
@@ -473,8 +473,8 @@ class Decoder {
                     [&](const SumTile& tile, int row, int num_rows, int panel, int panels) {
       for (int r = 0; r < num_rows; ++r)
         for (int j = 0; j < panels; j += 2) {
-          const Vec v = _mm512_mul_ps(silu(tile.vec(r, j)), tile.vec(r, j + 1));
-          T::store(activated + offset(row + r, inner) + (panel + j) / 2 * LANES, 0xffff, v);
+          const Vec v = mul(silu(tile.vec(r, j)), tile.vec(r, j + 1));
+          T::store(activated + offset(row + r, inner) + (panel + j) / 2 * LANES, v);
         }
     });
     team.wait(first_panels(team, layer.down, inner, width / LANES));
@@ -483,8 +483,8 @@ class Decoder {
       for (int r = 0; r < num_rows; ++r)
         for (int j = 0; j < panels; ++j) {
           const size_t at = offset(row + r, width) + (panel + j) * LANES;
-          const Vec v = _mm512_add_ps(_mm512_loadu_ps(residual + at), tile.vec(r, j));
-          T::store(hidden + at, 0xffff, v);
+          const Vec v = add(load(residual + at), tile.vec(r, j));
+          T::store(hidden + at, v);
         }
     });
   }

@@ -76,7 +76,9 @@ using flowprefill::Word;
 extern "C" {
 
 AnyDecoder* flowprefill_open(const ModelShape* shape, int is_bf16, int num_threads) {
+#ifdef __AVX512BF16__
   if (is_bf16) return new flowprefill::DecoderOf<flowprefill::Bf16>(*shape, num_threads);
+#endif
   return new flowprefill::DecoderOf<flowprefill::Fp32>(*shape, num_threads);
 }
 

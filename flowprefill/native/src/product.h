@@ -4,7 +4,7 @@
 // panels, [words of the inner dimension][2][16], so that few rows read long runs of memory. A sum runs
 // over the words in their order in one fp32 lane, whatever rows and panels are computed beside it, so
 // its bits depend on nothing else. Six rows by four panels keep 24 sums in registers, which hides
-// latencies.
+// latencies; with AVX2, which has fewer, six rows by one.
 #pragma once
 
 #include <algorithm>
@@ -22,15 +22,15 @@ constexpr int AHEAD = 32 * PAIR;  // words that are brought into the cache befor
 // What will be read next lies `ahead` words behind and is brought into the cache meanwhile, line for
 // line, if PREFETCH. Unrolled, so that the sums stay in registers.
 template <class T, int STEP, bool PREFETCH, int ROWS, int PANELS>
-__attribute__((always_inline)) inline void add_products(Vec (&sums)[ROWS][PANELS], const Word* a,
-                                                        long a_stride,
-                                                        const Word* const (&b)[PANELS],
-                                                        int num_words, long ahead = 0) {
+__attribute__((always_inline)) inline void add_in_registers(Vec (&sums)[ROWS][PANELS],
+                                                            const Word* a, long a_stride,
+                                                            const Word* const* b, int num_words,
+                                                            long ahead) {
 #pragma GCC unroll 2
   for (int k = 0; k < num_words; ++k) {
-    __m512i columns[PANELS];
+    Words columns[PANELS];
 #pragma GCC unroll 4
-    for (int j = 0; j < PANELS; ++j) columns[j] = _mm512_loadu_si512(b[j] + k * STEP);
+    for (int j = 0; j < PANELS; ++j) columns[j] = load_words(b[j] + k * STEP);
     if constexpr (PREFETCH) {
 #pragma GCC unroll 4
       for (int j = 0; j < PANELS; ++j)
@@ -45,10 +45,35 @@ __attribute__((always_inline)) inline void add_products(Vec (&sums)[ROWS][PANELS
   }
 }
 
+// The same for panels FIRST and on, as many at once as have registers.
+template <class T, int STEP, bool PREFETCH, int FIRST = 0, int ROWS, int PANELS>
+__attribute__((always_inline)) inline void add_products(Vec (&sums)[ROWS][PANELS], const Word* a,
+                                                        long a_stride,
+                                                        const Word* const (&b)[PANELS],
+                                                        int num_words, long ahead = 0) {
+  constexpr int COUNT = std::min(PANELS - FIRST, register_panels(ROWS));
+  if constexpr (COUNT == PANELS) {
+    add_in_registers<T, STEP, PREFETCH>(sums, a, a_stride, b, num_words, ahead);
+  } else {
+    Vec some[ROWS][COUNT];
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < COUNT; ++j) some[r][j] = sums[r][FIRST + j];
+    add_in_registers<T, STEP, PREFETCH>(some, a, a_stride, b + FIRST, num_words, ahead);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int j = 0; j < COUNT; ++j) sums[r][FIRST + j] = some[r][j];
+    if constexpr (FIRST + COUNT < PANELS)
+      add_products<T, STEP, PREFETCH, FIRST + COUNT>(sums, a, a_stride, b, num_words, ahead);
+  }
+}
+
 // Sums of up to 6 rows x 4 panels, for those who go on with them.
 struct SumTile {
   alignas(64) float rows[MAX_ROWS][MAX_PANELS * LANES];
-  Vec vec(int row, int panel) const { return _mm512_load_ps(rows[row] + panel * LANES); }
+  Vec vec(int row, int panel) const { return load(rows[row] + panel * LANES); }
 };
 
 template <class T, int ROWS, int PANELS>
@@ -58,10 +83,10 @@ void multiply_tile(SumTile& tile, const Word* a, const Word* b, int num_words) {
     panels[j] = b + j / 2 * static_cast<long>(num_words) * PAIR + j % 2 * LANES;
   Vec sums[ROWS][PANELS];
   for (auto& row : sums)
-    for (auto& sum : row) sum = _mm512_setzero_ps();
+    for (auto& sum : row) sum = zero();
   add_products<T, PAIR, (ROWS < MAX_ROWS)>(sums, a, num_words, panels, num_words, AHEAD);
   for (int r = 0; r < ROWS; ++r)
-    for (int j = 0; j < PANELS; ++j) _mm512_store_ps(tile.rows[r] + j * LANES, sums[r][j]);
+    for (int j = 0; j < PANELS; ++j) store(tile.rows[r] + j * LANES, sums[r][j]);
 }
 
 template <class T, int PANELS>

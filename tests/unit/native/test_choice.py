@@ -12,7 +12,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.loading import load_model
 from flowprefill.native import library
-from flowprefill.native.library import NativeUnavailableError, source_digest
+from flowprefill.native.library import NativeUnavailableError, build_name
 from flowprefill.programs.native_operators import NativeOperators, check_support
 from flowprefill.programs.torch_operators import TorchOperators
 from tests.factories import write_tiny_model
@@ -82,7 +82,7 @@ class TestLoad:
         require_native("float32")
         model, stages = load_and_listen(directory)
         assert isinstance(model.program.operators, NativeOperators)
-        assert model.kernels == f"native {source_digest()}"
+        assert model.kernels == f"native {build_name()}"
         assert model.cache.is_packed and stages == []
 
     def test_torch_is_torch(self, directory: Path) -> None:
@@ -112,7 +112,7 @@ class TestLoad:
     ) -> None:
         require_native("float32")
         library.load_library.cache_clear()
-        monkeypatch.setattr(library, "_find", lambda: None)
+        monkeypatch.setattr(library, "_find", lambda instructions: None)
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
         model, stages = load_and_listen(directory)

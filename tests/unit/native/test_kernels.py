@@ -6,8 +6,10 @@ the same inputs. Caches are full of NaN wherever nobody has written.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,12 +18,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flowprefill.granularity import Granularity
+from flowprefill.host_cpu import cpu_flags
 from flowprefill.huge_pages import Arena
+from flowprefill.native import library
+from flowprefill.native.library import AVX2, Instructions, instructions_of, load_library
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.native_operators import pack
 from flowprefill.programs.program import SequenceInput
 from flowprefill.programs.slices import NATIVE_KEY_TILES, SliceLimits
+from tests.native_kernels import require_native
 from tests.unit.native.decoders import (
     LAYER,
     Decoder,
@@ -43,7 +49,6 @@ SHAPES = {
     "heads_of_128": make_spec(256, 4, 2, 128, 432, 64, qk_norm=True),
     "heads_of_48": make_spec(80, 3, 3, 48, 208, 47, qkv_bias=True),
 }
-DTYPES = (torch.float32, torch.bfloat16)
 NUM_ROWS = 70
 """Blocks of rows on two threads, with a remainder; other numbers give the same bits."""
 CONTEXTS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 128, 511, 512, 513, 577, 700)
@@ -59,9 +64,24 @@ def spec(request: pytest.FixtureRequest) -> ModelSpec:
     return SHAPES[request.param]
 
 
-@pytest.fixture(params=DTYPES, ids=("float32", "bfloat16"))
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+@pytest.fixture(params=("float32", "float32 with AVX2", "bfloat16"))
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    name, _, narrow = request.param.partition(" with ")
+    require_native(name)
+    if narrow and instructions_of(cpu_flags()) == AVX2:
+        pytest.skip("all of this processor's kernels are of AVX2")
+    with use_instructions(AVX2) if narrow else contextlib.nullcontext():
+        yield getattr(torch, name)
+
+
+@contextlib.contextmanager
+def use_instructions(instructions: Instructions) -> Iterator[None]:
+    """As on a processor that has no others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "cpu_flags", lambda: instructions.flags)
+        load_library.cache_clear()
+        yield
+    load_library.cache_clear()
 
 
 @pytest.fixture
