@@ -31,6 +31,7 @@ from flowprefill.server_layout import (
 from flowprefill.server_log import (
     EXIT_TIMEOUT_VARIABLE,
     HTTP_ADDRESS_VARIABLE,
+    RUN_DIR_VARIABLE,
     STOP_FD_VARIABLE,
     ServerLog,
 )
@@ -154,6 +155,7 @@ class TritonServer:
             STOP_FD_VARIABLE: str(stop_fd),
             EXIT_TIMEOUT_VARIABLE: str(self.options.exit_timeout_s),
             HTTP_ADDRESS_VARIABLE: self.http_url,
+            RUN_DIR_VARIABLE: str(files.run_dir),
         }
         try:
             with thread_stacks(_STACK_BYTES):

@@ -28,6 +28,9 @@ STOP_FD_VARIABLE = "FLOWPREFILL_STOP_FD"
 EXIT_TIMEOUT_VARIABLE = "FLOWPREFILL_EXIT_TIMEOUT_S"
 """Environment variable: how long running requests may go on then, seconds."""
 
+RUN_DIR_VARIABLE = "FLOWPREFILL_RUN_DIR"
+"""Environment variable: a directory of the running server, in which its models leave files."""
+
 HTTP_ADDRESS_VARIABLE = "FLOWPREFILL_HTTP_ADDRESS"
 """Environment variable: host:port at which the server answers HTTP on this machine."""
 
@@ -117,17 +120,19 @@ class ServerLog:
     def stop_problem(self, code: int) -> str | None:
         """What a stop cut short or left undone, in words, when tritonserver ended with `code`."""
         texts = [message.text for message in map(parse_line, self.text().splitlines()) if message]
-        stopped = {match[1]: int(match[2]) for match in map(_STOPPED.match, texts) if match}
-        num_cut_short = sum(stopped.values())
+        # Two instances of one name are those of a model that was loaded anew.
+        stopped = [(match[1], int(match[2])) for match in map(_STOPPED.match, texts) if match]
+        num_cut_short = sum(number for _, number in stopped)
         if num_cut_short:
             return f"requests cut short at the exit timeout: {num_cut_short}"
         if code in (0, -signal.SIGTERM):  # the latter while it loads
             return None
         # tritonserver 2.51 takes requests, unloading and HTTP connections that only idle out of one
         # exit timeout: that it ran out says nothing of the requests.
-        stopping = {match[1] for match in map(_STOPPING.match, texts) if match}
+        stopping = sorted(match[1] for match in map(_STOPPING.match, texts) if match)
         in_flight = [match[1] for match in map(_IN_FLIGHT.search, texts) if match]
-        is_answered = stopping == set(stopped) != set() and in_flight[-1:] == ["0"]
+        have_stopped = sorted(name for name, _ in stopped)
+        is_answered = stopping == have_stopped != [] and in_flight[-1:] == ["0"]
         if code == 1 and is_answered and any(_EXIT_TIMEOUT in text for text in texts):
             return None
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"

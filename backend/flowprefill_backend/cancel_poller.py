@@ -29,6 +29,8 @@ class CancelPoller:
         self._on_gone = on_gone
         self._on_error = on_error
         self._watched: deque[LiveRequest] = deque()
+        self._failing: set[LiveRequest] = set()
+        """Those of them for which an error was told: once is enough."""
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="cancel-poller", daemon=True)
@@ -61,17 +63,23 @@ class CancelPoller:
         polls_left = max(1, int(MAX_POLLS_PER_S * self._interval_s))
         for _ in range(len(self._watched)):
             live = self._watched.popleft()
-            if live.is_over:
-                continue
-            try:
-                if live.is_client_gone():
-                    self._on_gone(live)
-                    continue
-            except Exception as error:  # the thread's edge: the others must still be asked
-                with contextlib.suppress(Exception):  # even if the log is broken, too
-                    self._on_error(error)
+            if live.is_over or self._has_gone(live):
+                self._failing.discard(live)
                 continue
             self._watched.append(live)
             polls_left -= 1
             if polls_left == 0:
                 return
+
+    def _has_gone(self, live: LiveRequest) -> bool:
+        """Ask, and end what nobody waits for. A question that fails is put again in its turn."""
+        try:
+            if live.is_client_gone():
+                self._on_gone(live)
+                return True
+        except Exception as error:  # the thread's edge: the others must still be asked
+            if live not in self._failing:
+                self._failing.add(live)
+                with contextlib.suppress(Exception):  # even if the log is broken, too
+                    self._on_error(error)
+        return False

@@ -14,6 +14,7 @@ import itertools
 import json
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend.answer import Answer
 from flowprefill_backend.cancel_poller import CancelPoller
+from flowprefill_backend.claim import Claim
 from flowprefill_backend.live import LiveRequest, LiveRequests
 from flowprefill_backend.metrics import Metrics
 from flowprefill_backend.metrics_page import MetricsPage
@@ -55,6 +57,7 @@ MAX_WAITING_BYTES = 2**26
 """Requests, and their bytes, that wait for one thread at most; more are UNAVAILABLE."""
 NUM_SENDERS = 4
 STOPPING_MESSAGE = "the server is stopping"
+MAX_LOGGED_FRAMES = 20
 CLOSE_TIMEOUT_S = 5.0
 """The server waits for finalize() without limit, so each part of it gets one."""
 
@@ -102,12 +105,14 @@ class Instance:
         log: Log,
         unload: Callable[[], object] | None = None,
         make_page: Callable[[EngineInfo], MetricsPage | None] = lambda info: None,
+        claim: Claim | None = None,
     ) -> None:
         """Start the engine and wait until it is ready.
 
         `make_engine` gets the callback for outputs. With `unload`, requests that arrive while the
         engine is down are refused instead of waiting for its restart, and if it has failed for good
-        `unload` is called, once. `make_page` may give a page for the model's metrics.
+        `unload` is called, once. `make_page` may give a page for the model's metrics. `claim` tells
+        whether the model was loaded anew; None: that cannot be known.
         """
         self._config = config
         self._tokenizer = tokenizer
@@ -119,6 +124,9 @@ class Instance:
         self._live = LiveRequests()
         self._engine = make_engine(self._on_output)
         self.info = self._engine.start(LoadProgress(log))
+        if claim is not None:
+            claim.take()
+        self._claim = claim
         on_error = self._log_bug
         bounds = (MAX_WAITING, MAX_WAITING_BYTES)
         self._short_parser = Worker("parser of short requests", on_error, *bounds)
@@ -141,8 +149,9 @@ class Instance:
         if page is None:
             tally.close()
         else:
+            engine, info, num_unparsed = self._engine, self.info, self._num_unparsed
             self._metrics = Metrics(
-                page, tally, self._engine, self.info, self._num_unparsed, on_error
+                page, tally, engine, info, num_unparsed, on_error, lambda: self.is_replaced
             )
 
     def execute(self, requests: list[Any]) -> None:
@@ -153,8 +162,13 @@ class Instance:
 
     @property
     def has_live(self) -> bool:
-        """Whether a request still owes its client an end."""
-        return bool(self._live.all())
+        """Whether a request still owes its client an end, or a recording its."""
+        return bool(self._live.all()) or self._timelines.is_recording
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the model was loaded anew since: this instance gets no more requests."""
+        return self._claim is not None and self._claim.is_lost
 
     def refuse_new(self, reason: str = STOPPING_MESSAGE) -> None:
         """From now on every request is answered UNAVAILABLE; those that run go on."""
@@ -162,10 +176,11 @@ class Instance:
         self._timelines.close()
 
     def drain(self, timeout_s: float, reason: str = STOPPING_MESSAGE) -> int:
-        """After refuse_new: let what runs finish, and fail after `timeout_s` what still does.
+        """Where no more come: let what runs finish, and fail after `timeout_s` what still does.
 
         Returns, once all answers have been handed to the server, how many were cut short so.
         """
+        self._timelines.end("stopping")
         self._live.wait_empty(timeout_s)
         cut_short: list[int] = []
         for live in self._live.all():
@@ -181,8 +196,6 @@ class Instance:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
         self._is_closing = True
         self._timelines.close()
-        if self._metrics:
-            self._metrics.close(CLOSE_TIMEOUT_S)
         self._poller.close(CLOSE_TIMEOUT_S)
         for parser in (self._short_parser, self._long_parser):
             parser.close(CLOSE_TIMEOUT_S)
@@ -191,6 +204,8 @@ class Instance:
         # Once the server runs finalize(), a send() may block for ever: its threads are left behind.
         for worker in (*self._senders, self._asker):
             worker.close(CLOSE_TIMEOUT_S / NUM_SENDERS)
+        if self._metrics:  # behind the last ends, and while the engine can still be asked
+            self._metrics.close(CLOSE_TIMEOUT_S)
         self._engine.close(drain_s=0.0)
 
     def _accept(self, request: Any, arrival_s: float) -> None:
@@ -289,8 +304,6 @@ class Instance:
         try:
             self._respond(live, output)
         except Exception as error:  # whatever it is, this client must hear of it
-            if not isinstance(error, FlowPrefillError):
-                self._log_bug(error)
             self._fail(live, error)
         finally:
             if live.is_closed and output.finish_reason is None:
@@ -363,6 +376,8 @@ class Instance:
         self._post(live, send)
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
+        if not isinstance(error, FlowPrefillError):
+            self._log_bug(error)
         self._close(live, error_response(error, live.names_error_code), error)
 
     def _cut_short(self, live: LiveRequest, reason: str, cut_short: list[int]) -> None:
@@ -395,7 +410,8 @@ class Instance:
 
     def _log_bug(self, error: Exception) -> None:
         text = shorten(f"unexpected {type(error).__name__}: {error}", MAX_ERROR_CHARS)
-        self._log.log_error(f"[flowprefill] {text}")
+        frames = "".join(traceback.format_tb(error.__traceback__, MAX_LOGGED_FRAMES))
+        self._log.log_error(f"[flowprefill] {text}\n{frames}")
 
 
 class LoadProgress:

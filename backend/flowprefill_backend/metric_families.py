@@ -34,6 +34,10 @@ ENDED = (FINISHED, CANCELLED, REJECTED, FAILED)
 """Their sum, and flowprefill_requests_live, is STARTED."""
 JUDGED = "flowprefill_requests_judged_total"
 ON_TIME = "flowprefill_requests_on_time_total"
+RATIO = "flowprefill_slo_attainment_ratio"
+LIVE = "flowprefill_requests_live"
+BLOCKS_FAMILY = "nv_trt_llm_kv_cache_block_metrics"
+"""From it tritonserver makes ORCA's header."""
 
 _VLLM_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
                 7.5, 10.0)  # fmt: skip
@@ -57,10 +61,12 @@ class Family:
     """Upper bounds of a histogram."""
 
 
-def make_families(max_model_len: int) -> list[Family]:
-    """All families; max_model_len bounds the buckets of token counts."""
+def make_families(max_model_len: int, for_orca: bool = True) -> list[Family]:
+    """All families; max_model_len bounds the buckets of token counts. for_orca: with BLOCKS_FAMILY,
+    which the server looks for by its name alone: one model of a server should have it."""
     lengths = tuple(_one_two_five(max_model_len))
-    return [*_vllm_families(lengths), *_gauges(), *_request_families(), *_engine_families()]
+    families = [*_vllm_families(lengths), *_gauges(), *_request_families(), *_engine_families()]
+    return [family for family in families if for_orca or family.name != BLOCKS_FAMILY]
 
 
 def _vllm_families(lengths: tuple[float, ...]) -> Iterator[Family]:
@@ -119,7 +125,7 @@ def _gauges() -> Iterator[Family]:
         labels=("block_size", "num_gpu_blocks"),
     )
     yield Family(
-        "nv_trt_llm_kv_cache_block_metrics",
+        BLOCKS_FAMILY,
         "GAUGE",
         "KV blocks by type; tokens_per is the tokens of one block, fraction is used / max.",
         labels=(BLOCKS,),
@@ -129,12 +135,12 @@ def _gauges() -> Iterator[Family]:
         "GAUGE",
         "Bytes of tensors that begun prefills hold beside their KV blocks.",
     )
-    yield Family("flowprefill_requests_live", "GAUGE", "Requests started and not ended.")
+    yield Family(LIVE, "GAUGE", "Requests started and not ended.")
     yield Family(
         "flowprefill_engine_ready", "GAUGE", "1 if the engine process takes requests, else 0."
     )
     yield Family(
-        "flowprefill_slo_attainment_ratio",
+        RATIO,
         "GAUGE",
         "On time / judged, since the model was loaded; no series before the first judged one.",
         labels=(SLO_CLASS,),

@@ -16,7 +16,11 @@ from flowprefill_backend.metric_families import Family
 
 class MetricsPage:
     """Counters and histograms are there from the start, at 0, so that rates see their first
-    increment; gauges once they are set. All vanish with this object."""
+    increment; gauges once they are set.
+
+    The server takes them off its page when the families are freed, which tritonserver 2.51 may not
+    survive where another instance has them too: they are kept as long as the process.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,15 @@ class MetricsPage:
         if self._gauges.get(key) != value:
             self._get(*key).set(value)
             self._gauges[key] = value
+
+    def refresh(self) -> None:
+        """Send all gauges that were set again."""
+        for key, value in self._gauges.items():
+            self._get(*key).set(value)
+
+    def shows(self, name: str) -> bool:
+        """Whether it has the family."""
+        return name in self._families
 
     def _get(self, name: str, *label_values: str) -> Any:
         key = (name, *label_values)

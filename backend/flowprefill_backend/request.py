@@ -97,15 +97,18 @@ class Control:
 def read(request: Any, arrival_s: float) -> RawRequest:
     """Copy a pb_utils.InferenceRequest; its arrays are freed on this thread of Python's.
 
-    Raises InvalidRequestError for more than MAX_PARAMETERS_BYTES of request parameters.
+    Raises InvalidRequestError for more than MAX_PARAMETERS_BYTES of request parameters, and for an
+    id that is no UTF-8.
     """
     inputs = {tensor.name(): tensor.as_numpy().reshape(-1).tolist() for tensor in request.inputs()}
     parameters = str(request.parameters() or "{}")
     _check_size("request parameters", len(parameters.encode()), MAX_PARAMETERS_BYTES)
     num_bytes = len(parameters) + sum(_num_bytes(elements) for elements in inputs.values())
-    return RawRequest(
-        arrival_s, str(request.request_id()), inputs, json.loads(parameters), num_bytes
-    )
+    try:
+        triton_id = str(request.request_id())
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"the request's id must be UTF-8: {error}") from error
+    return RawRequest(arrival_s, triton_id, inputs, json.loads(parameters), num_bytes)
 
 
 def screen(raw: RawRequest, info: EngineInfo, tokenizer: Tokenizer) -> None:

@@ -61,6 +61,10 @@ class Timelines:
         name = "timeline"
         threading.Thread(target=self._record, args=(recording,), name=name, daemon=True).start()
 
+    @property
+    def is_recording(self) -> bool:
+        return self._running is not None
+
     def end(self, why: str = "asked") -> bool:
         """End the recording that runs, which is answered in full. False if none runs."""
         with self._lock:

@@ -21,11 +21,13 @@ from flowprefill.errors import FlowPrefillError, shorten
 from flowprefill.server_log import (
     EXIT_TIMEOUT_VARIABLE,
     HTTP_ADDRESS_VARIABLE,
+    RUN_DIR_VARIABLE,
     STOP_FD_VARIABLE,
     stopped_line,
     stopping_line,
 )
 from flowprefill_backend import contract
+from flowprefill_backend.claim import Claim
 from flowprefill_backend.unload_watch import UnloadWatch, ask_server
 
 if TYPE_CHECKING:
@@ -98,7 +100,15 @@ def load(args: Mapping[str, str]) -> Instance:
         log,
         unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
         make_page=lambda info: open_page(args, model_config, config, info),
+        claim=make_claim(args, os.environ),
     )
+
+
+def make_claim(args: Mapping[str, str], environ: Mapping[str, str]) -> Claim | None:
+    """None if no launcher of ours has started the server."""
+    if RUN_DIR_VARIABLE not in environ:
+        return None
+    return Claim(Path(environ[RUN_DIR_VARIABLE]), args["model_name"], args["model_version"])
 
 
 def open_page(
@@ -120,7 +130,10 @@ def open_page(
     }
     try:
         return MetricsPage(
-            families.make_families(info.max_model_len),
+            families.make_families(
+                info.max_model_len,
+                for_orca=contract.flag(model_config, "REPORT_ORCA_METRICS", default=True),
+            ),
             {"model": args["model_name"], "version": args["model_version"]},
             label_values,
         )
@@ -132,7 +145,7 @@ def open_page(
 def watch_unload(
     instance: Instance, args: Mapping[str, str], environ: Mapping[str, str]
 ) -> UnloadWatch:
-    """Bound how long an unload waits for requests by the launcher's exit timeout."""
+    """Bound how long an unload or a reload waits for requests by the launcher's exit timeout."""
     log, name = pb_utils.Logger, args["model_instance_name"]
     return UnloadWatch(
         instance,
@@ -140,7 +153,7 @@ def watch_unload(
             ask_server, environ[HTTP_ADDRESS_VARIABLE], args["model_name"], args["model_version"]
         ),
         float(environ[EXIT_TIMEOUT_VARIABLE]),
-        lambda n: log.log_warn(f"[flowprefill] {name} is unloading, requests cut short: {n}"),
+        lambda why, n: log.log_warn(f"[flowprefill] {name}: {why}, requests cut short: {n}"),
     )
 
 

@@ -16,6 +16,7 @@ from tests.backend import fake_pb_utils
 
 fake_pb_utils.install()
 
+from flowprefill_backend.claim import Claim  # noqa: E402
 from flowprefill_backend.instance import Instance  # noqa: E402, needs the module installed above
 from flowprefill_backend.workers import Worker  # noqa: E402
 from tests.backend.scripted_engine import ScriptedEngine  # noqa: E402
@@ -32,6 +33,7 @@ class Harness:
         tokenizer: Tokenizer,
         unload: Callable[[], object] | None = None,
         make_page: Callable[[Any], Any] = lambda info: None,
+        claim: Claim | None = None,
         **config: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +46,7 @@ class Harness:
             return self.engine
 
         config = dataclasses.replace(CONFIG, **config)
-        self.instance = Instance(config, tokenizer, make_engine, self.log, unload, make_page)
+        self.instance = Instance(config, tokenizer, make_engine, self.log, unload, make_page, claim)
 
     def send(
         self,

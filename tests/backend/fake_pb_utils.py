@@ -140,13 +140,13 @@ class MetricFamily:
         if not self.is_supported:
             raise TritonModelException("metrics not supported")
         self.name = utf8(name)
-        self._kind = kind
+        self.kind = kind
         self.series: dict[tuple[tuple[str, str], ...], Metric] = {}
 
     def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Metric:
         key = tuple(sorted((utf8(k), utf8(v)) for k, v in labels.items()))
         assert key not in self.series, "a series is created once"
-        self.series[key] = Metric(self._kind, buckets)
+        self.series[key] = Metric(self.kind, buckets)
         return self.series[key]
 
 

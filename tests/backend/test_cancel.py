@@ -207,3 +207,25 @@ def test_polls_are_bounded_and_rotate_over_all_requests(monkeypatch: pytest.Monk
         counts.append([sender.num_polls for sender in senders])
     assert [sum(c) for c in counts] == [4, 8, 12, 16, 20]
     assert counts[-1] == [2] * 10
+
+
+def test_a_question_that_fails_is_put_again_and_told_once() -> None:
+    errors: list[str] = []
+    gone: list[int] = []
+    poller = CancelPoller(
+        0.02, lambda live: gone.append(live.req_id), lambda error: errors.append(str(error))
+    )
+    poller.close(WAIT_S)  # rounds are run by hand
+    answers = iter([RuntimeError("busy"), RuntimeError("busy"), True])
+
+    class BusyServer(ResponseSender):
+        def is_cancelled(self) -> bool:
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    poller.watch(LiveRequest(1, BusyServer()))
+    for _ in range(4):
+        poller._poll_round()
+    assert (errors, gone) == (["busy"], [1])

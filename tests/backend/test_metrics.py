@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +13,23 @@ import pytest
 
 from flowprefill.config import EngineConfig, SLOClass
 from flowprefill.engine_process import EngineState
-from flowprefill.errors import QueueFullError
+from flowprefill.errors import QueueFullError, UnavailableError
 from flowprefill.request import FinishReason, PrefillTiming
 from flowprefill.stats import EngineStats
 from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend import metrics as metrics_module
+from flowprefill_backend.claim import Claim
 from flowprefill_backend.metric_families import REJECT_REASONS, make_families
 from flowprefill_backend.metrics import Metrics
 from flowprefill_backend.metrics_page import MetricsPage
+from flowprefill_backend.request_counts import Tally
 from flowprefill_backend.triton_model import open_page
 from tests.backend import fake_pb_utils
 from tests.backend.conftest import Harness
 from tests.backend.fake_pb_utils import WAIT_S, ResponseSender
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+LABEL_VALUES = {"slo_class": ("default",), "reason": REJECT_REASONS}
 ARGS = {"model_name": "m", "model_version": "1"}
 CONFIG = EngineConfig(model="tiny", slo_classes=(SLOClass("chat", ttft_slo_ms=60_000),))
 
@@ -33,10 +37,11 @@ CONFIG = EngineConfig(model="tiny", slo_classes=(SLOClass("chat", ttft_slo_ms=60
 class Board:
     """A harness with a page that is brought up to date by hand."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, claim: Claim | None = None) -> None:
         self.harness = Harness(
             tokenizer,
             make_page=lambda info: open_page(ARGS, {}, CONFIG, info),
+            claim=claim,
             slo_classes=CONFIG.slo_classes,
         )
         self.engine = self.harness.engine
@@ -271,17 +276,148 @@ def test_a_failing_page_is_told_once_and_does_not_end_the_thread(
     monkeypatch.setattr(metrics_module, "INTERVAL_S", 0.001)
     calls = threading.Semaphore(0)
 
-    class BrokenPage:
+    class BrokenPage(MetricsPage):
         def set(self, *_: object) -> None:
             calls.release()
             raise RuntimeError("gone")
 
     errors: list[Exception] = []
     args = (board.engine, board.harness.instance.info, lambda: 0, errors.append)
-    broken = Metrics(BrokenPage(), board.metrics._tally, *args)  # type: ignore[arg-type]
-    assert all(calls.acquire(timeout=WAIT_S) for _ in range(3))
+    broken = Metrics(BrokenPage(make_families(100), {}, LABEL_VALUES), Tally(), *args)
+    assert all(calls.acquire(timeout=WAIT_S) for _ in range(50))
     broken.close(WAIT_S)
     assert [str(error) for error in errors] == ["gone"]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_call_that_the_server_did_not_take_is_made_up_for(
+    board: Board, monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """Each of the calls of an update fails once: afterwards the page is complete all the same."""
+    increment = fake_pb_utils.Metric.increment
+    req_id, sender = board.submit(slo_class="chat")
+    board.engine.say(req_id, 5, FinishReason.LENGTH)
+    sender.wait_final()
+    board.engine.now = EngineStats(num_decisions=10, num_prefilling=1)
+    failed: set[int] = set()
+
+    def fail_once(metric: fake_pb_utils.Metric, by: float) -> None:
+        if id(metric) not in failed and (is_first or len(failed) % 2):
+            failed.add(id(metric))
+            raise RuntimeError("the queue is full")
+        failed.add(id(metric))
+        increment(metric, by)
+
+    monkeypatch.setattr(fake_pb_utils.Metric, "increment", fail_once)
+    board.update()
+    assert failed
+    board.engine.now = EngineStats(num_decisions=10)
+    board.update()
+    assert board.requests("started") == board.requests("finished") == 1
+    assert board.requests("on_time", slo_class="chat") == 1
+    assert board.value("flowprefill_requests_live") == 0
+    assert board.value("flowprefill_decisions_total") == 10
+    assert board.value("vllm:generation_tokens_total") == 1
+
+
+def test_an_engine_that_does_not_answer_is_asked_again(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    req_id, sender = board.submit()
+    board.engine.say(req_id, 5, FinishReason.LENGTH)
+    sender.wait_final()
+
+    def say_nothing() -> EngineStats:
+        raise UnavailableError("no stats from the engine in 2 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board.engine, "stats", say_nothing)
+        board.update()
+    board.engine.now = EngineStats(num_decisions=10)
+    board.update()
+    assert board.value("flowprefill_decisions_total") == 10
+
+
+def gauges_of(board: Board) -> dict[str, set[float]]:
+    families = board.page._server_families.values()
+    return {
+        family.name: {series.number for series in family.series.values()}
+        for family in families
+        if family.kind == fake_pb_utils.MetricFamily.GAUGE
+        and family.name != "flowprefill_slo_attainment_ratio"
+    }
+
+
+def test_a_model_that_is_unloaded_leaves_all_its_counts_and_no_gauge(board: Board) -> None:
+    board.engine.now = EngineStats(num_decisions=1, num_decoding=1, num_kv_blocks_used=3)
+    _, sender = board.submit()
+    board.update()
+    assert board.value("flowprefill_engine_ready") == board.value("flowprefill_requests_live") == 1
+    board.engine.now = EngineStats(num_decisions=7, num_kv_blocks_used=3)
+    board.harness.instance.close()
+    assert sender.error is not None
+    assert board.requests("started") == board.requests("rejected", reason="unavailable") == 1
+    assert board.value("flowprefill_decisions_total") == 7
+    gauges = gauges_of(board)
+    assert gauges == {name: {0} for name in gauges}
+
+
+def test_the_gauges_are_those_of_the_instance_that_was_loaded_last(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    old = Board(tokenizer, Claim(tmp_path, "m", "1"))
+    _, sender = old.submit()
+    old.update()
+    Claim(tmp_path, "m", "1").take()
+    assert old.harness.instance.is_replaced
+    old.engine.now = EngineStats(num_kv_blocks_used=3)
+    old.update()
+    old.harness.instance.close()
+    sender.wait_final()
+    assert old.value("vllm:kv_cache_usage_perc") == 0
+    assert old.value("flowprefill_engine_ready") == 1, "as the new one has it"
+    assert old.value("flowprefill_requests_live") == 0, "each takes its own away"
+    assert old.requests("started") == 1
+
+
+def test_a_claim_of_a_process_that_has_ended_is_none(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, "a/b", "1")
+    assert not claim.is_lost
+    claim.take()
+    assert not claim.is_lost
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    (path,) = tmp_path.iterdir()
+    path.write_text(f"{ended.pid} 5")
+    assert not claim.is_lost
+    Claim(tmp_path, "a/b", "2").take()
+    assert not claim.is_lost
+    Claim(tmp_path, "a/b", "1").take()
+    assert claim.is_lost
+
+
+def test_gauges_are_sent_again(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another instance that ends has set does not stay."""
+    board.series("flowprefill_engine_ready").set(0)
+    board.page.refresh()
+    assert board.value("flowprefill_engine_ready") == 1
+
+
+def test_of_several_models_one_may_have_orca_s_gauges(tokenizer: Tokenizer) -> None:
+    settings = {"parameters": {"REPORT_ORCA_METRICS": {"string_value": "no"}}}
+    pages: list[MetricsPage] = []
+
+    def make_page(info: Any) -> Any:
+        pages.append(open_page(ARGS, settings, CONFIG, info))  # type: ignore[arg-type]
+        return pages[-1]
+
+    harness = Harness(tokenizer, make_page=make_page)
+    harness.instance.close()
+    names = set(pages[0]._server_families)
+    assert {family.name for family in make_families(100)} - names == {
+        "nv_trt_llm_kv_cache_block_metrics"
+    }
+    assert not any("unexpected" in line for line in harness.log.lines)
 
 
 def test_page_says_what_each_family_is() -> None:

@@ -219,10 +219,25 @@ def test_any_error_reaches_the_client_in_at_most_1000_characters(
     assert len(error.message) <= 1000
 
 
+def test_a_bug_of_ours_is_logged_with_where_it_is(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trip(*_: object) -> NoReturn:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("flowprefill_backend.instance.parse", trip)
+    assert harness.send({"text_input": "a"}).error is not None
+    logged = "".join(line for line in harness.log.lines if "unexpected KeyError: 'bug'" in line)
+    assert "in trip" in logged and "in _parse_and_submit" in logged
+
+
 def test_an_id_that_is_no_text_is_answered_like_any_bad_input(harness: Harness) -> None:
     request = InferenceRequest({"text_input": "a"}, request_id=b"\xff")
     harness.instance.execute([request])
-    assert request.sender.error is not None and "UnicodeDecodeError" in request.sender.error.message
+    error = request.sender.error
+    assert error is not None and error.code == "INVALID_ARG"
+    assert "the request's id must be UTF-8" in error.message
+    assert not any("Traceback" in line or "unexpected" in line for line in harness.log.lines)
 
 
 @pytest.mark.parametrize(

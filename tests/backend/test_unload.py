@@ -6,12 +6,15 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
 from flowprefill.request import FinishReason
 from flowprefill.server import free_ports
+from flowprefill.tokenizer import Tokenizer
 from flowprefill_backend import unload_watch
+from flowprefill_backend.claim import Claim
 from flowprefill_backend.unload_watch import UnloadWatch, ask_server
 from tests.backend.conftest import Harness
 from tests.backend.fake_pb_utils import WAIT_S, ResponseSender
@@ -38,7 +41,7 @@ class Server:
             assert self._changed.wait_for(lambda: self._num_asked >= target, WAIT_S)
 
 
-Watch = Callable[[float], tuple[UnloadWatch, list[int]]]
+Watch = Callable[[float], tuple[UnloadWatch, list[tuple[str, int]]]]
 
 
 @pytest.fixture
@@ -52,11 +55,10 @@ def watch(harness: Harness, server: Server, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(unload_watch, "POLL_S", 0.005)
     watches: list[UnloadWatch] = []
 
-    def start(drain_s: float) -> tuple[UnloadWatch, list[int]]:
-        cut_short: list[int] = []
-        watches.append(
-            UnloadWatch(harness.instance, server.is_unloading, drain_s, cut_short.append)
-        )
+    def start(drain_s: float) -> tuple[UnloadWatch, list[tuple[str, int]]]:
+        cut_short: list[tuple[str, int]] = []
+        told = lambda why, number: cut_short.append((why, number))  # noqa: E731
+        watches.append(UnloadWatch(harness.instance, server.is_unloading, drain_s, told))
         return watches[-1], cut_short
 
     yield start
@@ -69,13 +71,10 @@ def running_stream(harness: Harness) -> tuple[int, ResponseSender]:
     return harness.engine.wait_submitted().req_id, sender
 
 
-def is_told_of_the_unload(sender: ResponseSender) -> bool:
+def is_told_of_the_unload(sender: ResponseSender, why: str = "the model is unloading") -> bool:
     error = sender.error
     assert error is not None
-    return (error.code, error.message) == (
-        "UNAVAILABLE",
-        "Error generating stream: the model is unloading",
-    )
+    return (error.code, error.message) == ("UNAVAILABLE", f"Error generating stream: {why}")
 
 
 def test_what_runs_may_end_within_the_limit(harness: Harness, server: Server, watch: Watch) -> None:
@@ -102,7 +101,46 @@ def test_what_runs_on_is_told_at_the_limit_and_leaves_the_engine(
     assert is_told_of_the_unload(running)
     harness.engine.wait_cancelled(req_id)
     watching.close(WAIT_S)
-    assert cut_short == [1]
+    assert cut_short == [("the model is unloading", 1)]
+
+
+def test_a_recording_alone_does_not_hold_up_an_unload(
+    harness: Harness, server: Server, watch: Watch
+) -> None:
+    watching, cut_short = watch(WAIT_S)
+    recording = harness.send({"text_input": ""}, {"record_timeline": 50})
+    recording.wait_responses(1)
+    server.unloads = True
+    assert json.loads(recording.wait_final()[-1].text())["end"] == "stopping"
+    watching.close(WAIT_S)
+    assert cut_short == []
+
+
+@pytest.fixture
+def claimed(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tokenizer, claim=Claim(tmp_path, "m", "1"))
+    yield harness
+    harness.instance.close()
+
+
+def test_an_instance_whose_model_was_loaded_anew_ends_within_the_limit_and_refuses_nobody(
+    claimed: Harness, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unload_watch, "POLL_S", 0.005)
+    cut_short: list[tuple[str, int]] = []
+    watching = UnloadWatch(
+        claimed.instance, server.is_unloading, 1.0, lambda why, n: cut_short.append((why, n))
+    )
+    running_stream(claimed)
+    server.wait_asked(2)
+    Claim(tmp_path, "m", "1").take()
+    late = claimed.send({"text_input": "a"})  # the server has not turned to the new one yet
+    req_id = claimed.engine.wait_submitted(2).req_id
+    claimed.engine.say(req_id, 100, FinishReason.LENGTH)
+    assert late.error is None
+    claimed.engine.wait_cancelled(1)
+    watching.close(WAIT_S)
+    assert cut_short == [("the model was loaded anew", 1)]
 
 
 def test_all_is_served_while_nobody_unloads(harness: Harness, server: Server, watch: Watch) -> None:

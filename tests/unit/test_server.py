@@ -290,7 +290,10 @@ def test_a_stop_after_which_all_is_answered_is_no_problem(code: int, messages: l
     ("code", "messages", "problem"),
     [
         (0, [STOPPING, NO_REQUEST, stopped_line("m_0_0", 2)], "cut short at the exit timeout: 2"),
+        (0, [STOPPING, ANSWERED, STOPPING, stopped_line("m_0_0", 2)], "exit timeout: 2"),
+        (0, [STOPPING, stopped_line("m_0_0", 2), STOPPING, ANSWERED], "exit timeout: 2"),
         (1, [STOPPING, NO_REQUEST, OUT_OF_TIME], "exit code 1"),
+        (1, [STOPPING, STOPPING, ANSWERED, NO_REQUEST, OUT_OF_TIME], "exit code 1"),
         (1, [STOPPING, ANSWERED, stopping_line("m_0_1"), NO_REQUEST, OUT_OF_TIME], "exit code 1"),
         (1, [STOPPING, ANSWERED, ONE_REQUEST, OUT_OF_TIME], "exit code 1"),
         (1, [STOPPING, ANSWERED, NO_REQUEST], "exit code 1"),
