@@ -24,11 +24,10 @@ _STATUSES = {
     "CANCELLED": 499,
     "UNAVAILABLE": 503,
 }
-"""TritonError codes and gRPC statuses; any other is 500. 499: somebody cancelled it by its id."""
+"""TritonError codes and gRPC statuses; any other, or none, is 500. 499: somebody cancelled it by
+its id."""
 _PREFIX = "Error generating stream: "
 _FIELD = re.compile(r"'?([A-Za-z_]\w*)((?:\[[^\]=]{0,80}\])?(?:\.\w+)?)'?=")
-_UNKNOWN_MODEL = re.compile(r"unknown model|is not found")
-_NOT_NOW = re.compile(r"is not ready|no available versions|stopping|stopped accepting")
 
 
 class ApiError(Exception):
@@ -108,9 +107,4 @@ class ApiError(Exception):
 def _status(code: str | None, text: str) -> int:
     if code == "UNAVAILABLE" and text.startswith(QUEUE_FULL):
         return 429
-    if code is not None:
-        return _STATUSES.get(code, 500)
-    # tritonserver's own errors are text alone.
-    if _UNKNOWN_MODEL.search(text):
-        return 404
-    return 503 if _NOT_NOW.search(text) else 500
+    return _STATUSES.get(code or "", 500)

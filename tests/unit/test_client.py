@@ -46,13 +46,15 @@ LIKELY_B = '"3": {"logprob": -0.1, "rank": 1, "decoded_token": "b"}'
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers by text_input: hello, bad, late, cut, likely; wait streams until its client left."""
+    """Answers by text_input: hello, bad, late, cut, likely; wait streams until its client left,
+    and so does mute, without a text."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.ended_early: list[str] = []
         self.live = threading.Semaphore(0)
         self.engine_state = "ready"
+        self.asked_for_state: list[str] = []
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
         (request,) = list(request_iterator)  # one request per stream, then half-closed
@@ -65,14 +67,16 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
         kind = request.inputs[0].contents.bytes_contents[0].decode()
         assert context.add_callback(end)
+        if "engine_state" in request.parameters:
+            self.asked_for_state.append(request.model_name)
+            yield response(self.engine_state, "stop")
+            return
         self.requests.append(request)
         if "cancel_id" in request.parameters:
             known = request.parameters["cancel_id"].string_param == "known"
             yield response("cancelled" if known else "not found", "stop")
         elif "engine_stats" in request.parameters:
             yield response(json.dumps({"num_decisions": 3}), "stop")
-        elif "engine_state" in request.parameters:
-            yield response(self.engine_state, "stop")
         elif "record_timeline" in request.parameters:
             yield from self.record(request.parameters["record_timeline"].double_param)
         elif kind == "bad":
@@ -85,6 +89,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         elif kind == "likely":
             yield response("a", logprobs=f"[{{{LIKELY_A}, {LIKELY_B}}}]")
             yield response("b", "length", logprobs=f"[{{{LIKELY_B}}}, {{{LIKELY_A}}}]")
+        elif kind == "mute":
+            while not gone.wait(0.001):
+                yield response("")
         elif kind == "wait":
             yield response("first ")
             self.live.release()
@@ -310,6 +317,26 @@ def test_the_deadline_is_an_error_and_cancels(client: Client, triton: FakeTriton
         client.generate("wait", request_id="slow", timeout_s=0.2)
     assert caught.value.status == "DEADLINE_EXCEEDED"
     wait_for(lambda: triton.ended_early == ["slow"])
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("[INVALID_ARG] top_p=7", "INVALID_ARG"),
+        ("[INTERNAL] the server is stopping", "INTERNAL"),
+        ("Server is stopping, scheduler for model has stopped accepting new inference requests",
+         "UNAVAILABLE"),
+        ("Request for unknown model: 'm' has no available versions", "UNAVAILABLE"),
+        ("Request for unknown model: 'm' is not found", "NOT_FOUND"),
+        ("Server not ready", "UNAVAILABLE"),
+        ("Failed to process the request(s) for model instance 'm_0_0', message: Stub process "
+         "'m_0_0_0' is not healthy.", "UNAVAILABLE"),
+        ("Error generating stream: oops", None),
+    ],
+)  # fmt: skip
+def test_what_tritonserver_says_without_a_code_has_one(text: str, status: str | None) -> None:
+    found = ServerError.from_message(text)
+    assert found.status == status and text.endswith(str(found))
 
 
 def test_control_requests(client: Client, triton: FakeTriton) -> None:

@@ -23,10 +23,8 @@ PREFIX = "Error generating stream: "
         ("CANCELLED", "Request was cancelled", 499, "invalid_request_error", None),
         ("INTERNAL", f"{PREFIX}oops", 500, "server_error", None),
         ("DEADLINE_EXCEEDED", "late", 500, "server_error", None),
-        (None, "Request for unknown model: 'x' is not found", 404, "invalid_request_error",
+        ("NOT_FOUND", "Request for unknown model: 'x' is not found", 404, "invalid_request_error",
          "model_not_found"),
-        (None, "Server is stopping, scheduler for model has stopped accepting new requests", 503,
-         "service_unavailable_error", None),
         (None, "the server closed the stream", 500, "server_error", None),
     ],
 )  # fmt: skip
