@@ -93,15 +93,22 @@ def load(args: Mapping[str, str]) -> Instance:
     for key in without_effect:
         log.log_info(f"[flowprefill] model.json: {key} has no effect here")
     checks_health = contract.flag(model_config, "ENABLE_VLLM_HEALTH_CHECK")
-    return Instance(
-        config,
-        load_tokenizer(config),
-        lambda on_output: EngineClient(config, on_output, _line_logger(log)),
-        log,
-        unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
-        make_page=lambda info: open_page(args, model_config, config, info),
-        claim=make_claim(args, os.environ),
-    )
+    tokenizer = load_tokenizer(config)
+    # Meanwhile the engine loads.
+    warming_up = threading.Thread(target=tokenizer.warm_up, name="tokenizer")
+    warming_up.start()
+    try:
+        return Instance(
+            config,
+            tokenizer,
+            lambda on_output: EngineClient(config, on_output, _line_logger(log)),
+            log,
+            unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
+            make_page=lambda info: open_page(args, model_config, config, info),
+            claim=make_claim(args, os.environ),
+        )
+    finally:
+        warming_up.join()
 
 
 def make_claim(args: Mapping[str, str], environ: Mapping[str, str]) -> Claim | None:

@@ -377,6 +377,22 @@ def test_template_that_refuses_or_is_missing_or_broken(tmp_path):
         Tokenizer.load(tmp_path).apply_chat_template(messages)
 
 
+def test_a_tokenizer_that_was_warmed_up_makes_nothing_for_its_first_chat(tmp_path, monkeypatch):
+    tokenizer = Tokenizer.load(
+        write_directory(tmp_path, byte_level_backend(), chat_template=CHATML)
+    )
+    tokenizer.warm_up()
+    monkeypatch.setattr("flowprefill.tokenizer.ChatTemplate", None)
+    monkeypatch.setattr("flowprefill.tokenizer._ContentEncoder", None)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("template", [None, "{% if %}", "{{ raise_exception('no') }}"])
+def test_a_template_that_does_not_work_is_no_matter_of_warming_up(tmp_path, template):
+    write_directory(tmp_path, byte_level_backend(), chat_template=template)
+    Tokenizer.load(tmp_path).warm_up()
+
+
 def test_keys_of_the_template_are_checked_too(tmp_path):
     template = "{% for m in messages %}{{ m.name }}{% endfor %}"
     tokenizer = Tokenizer.load(
