@@ -71,6 +71,11 @@ class ServerOptions:
     extra_args: tuple[str, ...] = ()
     """Passed to tritonserver as they are."""
 
+    def __post_init__(self) -> None:
+        if ":" in self.host:  # tritonserver would put the port behind it with another colon
+            message = f"host={self.host!r}: must be an IPv4 address or a name"
+            raise ServerStartError(message)
+
     @property
     def has_model_control(self) -> bool:
         """Whether clients may load and unload models."""
@@ -107,17 +112,17 @@ class TritonServer:
     @property
     def http_url(self) -> str:
         """host:port of the HTTP endpoint, as tritonclient takes it."""
-        return f"{self._client_host}:{self.options.http_port}"
+        return f"{client_host(self.options.host)}:{self.options.http_port}"
 
     @property
     def grpc_url(self) -> str:
         """host:port of the gRPC endpoint, as tritonclient takes it."""
-        return f"{self._client_host}:{self.options.grpc_port}"
+        return f"{client_host(self.options.host)}:{self.options.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
         """The whole URL of the Prometheus page."""
-        return f"http://{self._client_host}:{self.options.metrics_port}/metrics"
+        return f"http://{client_host(self.options.host)}:{self.options.metrics_port}/metrics"
 
     @property
     def pid(self) -> int:
@@ -196,7 +201,7 @@ class TritonServer:
     def _ask(self, method: str, path: str, body: str | None = None) -> bytes | None:
         """What the server answers with success over HTTP; None without such an answer."""
         port = self.options.http_port
-        connection = http.client.HTTPConnection(self._client_host, port, timeout=5)
+        connection = http.client.HTTPConnection(client_host(self.options.host), port, timeout=5)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -279,10 +284,6 @@ class TritonServer:
         limit_s = self.options.exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S
         _wait_until(lambda: forced.is_set() or not self.is_alive(), limit_s)
 
-    @property
-    def _client_host(self) -> str:
-        return "127.0.0.1" if self.options.host in ("0.0.0.0", "") else self.options.host
-
     def _arguments(self, backends: Path) -> list[str]:
         o, size = self.options, self.options.shm_size_bytes
         assert self._files is not None
@@ -310,6 +311,11 @@ class TritonServer:
         return [*arguments, *o.extra_args]
 
 
+def client_host(host: str) -> str:
+    """Where this machine reaches what listens on `host`."""
+    return "127.0.0.1" if host in ("0.0.0.0", "") else host
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach what listens on `host`; False if that is not sure."""
     try:
@@ -326,8 +332,7 @@ def check_ports(options: ServerOptions) -> None:
 
 def check_port(host: str, port: int) -> None:
     """Raise ServerStartError if nothing can listen on it now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -7,11 +7,14 @@ stream is dropped between the last response and the end. So leaving cancels the 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowprefill_client import AsyncStream, Completion, Delta, ServerError
+
+_log = logging.getLogger("flowprefill.openai")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ class Answers:
         """What was received of each choice."""
         return [stream.completion() for stream in self._streams]
 
+    def fail(self, error: ServerError) -> None:
+        """End with `error` what has not ended."""
+        self.cancel()
+        self._put(error)
+
     def cancel(self) -> None:
         """Tell the server to drop what has not ended."""
         for stream in self._streams:
@@ -95,6 +103,9 @@ class Answers:
                 self._put(Part(index, delta))
         except ServerError as error:
             self._put(error)
+        except Exception as error:  # a bug of ours: whoever waits for this answer must hear of it
+            _log.exception("an answer cannot be read")
+            self._put(ServerError(f"unexpected {type(error).__name__}: {error}", "INTERNAL"))
 
     def _put(self, event: Part | ServerError) -> None:
         self._events.append(event)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from flowprefill.openai.schemas import ChatRequest, CompletionRequest, Generatio
 from flowprefill.openai.translate import Generation, chat_generations, completion_generations
 from flowprefill_client import AsyncClient, ServerError
 
+STOPPING = "the server is stopping"
 FIRST_EVENT_WAIT_S = 1.0
 """How long a stream's headers are held back: an error within it still becomes a status."""
 
@@ -40,6 +42,9 @@ class Settings:
     """Silence of a stream after which a comment is sent; some proxies cut it after 5 s."""
     exit_timeout_s: float = 10.0
     """How long running answers may take once this server is draining."""
+    engines_s: float | None = 5.0
+    """How soon an engine that failed for good is noticed; tritonserver counts each question as a
+    request of the model. None: not at all, where the launcher notices it in the log."""
 
 
 class Endpoint:
@@ -49,11 +54,13 @@ class Endpoint:
         self.settings = settings
         self.is_draining = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: weakref.WeakSet[Answers] = weakref.WeakSet()
 
     @contextlib.asynccontextmanager
     async def open(self, app: FastAPI) -> AsyncIterator[None]:
         """The lifespan of the application."""
-        self.models = ModelDirectory(self.settings.grpc_url)
+        self.models = ModelDirectory(self.settings.grpc_url, self.settings.engines_s)
+        await self.models.refresh()
         following = asyncio.create_task(self.models.follow())
         yield
         following.cancel()
@@ -63,6 +70,11 @@ class Endpoint:
     def num_live(self) -> int:
         """Answers that are under way."""
         return len(self._tasks)
+
+    def end_answers(self) -> None:
+        """Fail all that have not ended: their clients are told so."""
+        for answers in list(self._answers):
+            answers.fail(ServerError(STOPPING, "UNAVAILABLE"))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -99,12 +111,13 @@ class Endpoint:
         schema: type[body.RequestT],
         translate: Callable[[body.RequestT], list[Generation]],
     ) -> tuple[body.RequestT, list[Generation]]:
-        if self.is_draining:
-            message = "the server is stopping"
-            raise ApiError(
-                503, message, code="unavailable", retry_after_s=self.settings.exit_timeout_s
-            )
+        self._refuse_if_draining()
         return await body.parse_body(await body.read_body(request), schema, translate)
+
+    def _refuse_if_draining(self) -> None:
+        if self.is_draining:
+            wait_s = self.settings.exit_timeout_s
+            raise ApiError(503, STOPPING, code="unavailable", retry_after_s=wait_s)
 
     async def _answer(
         self,
@@ -116,35 +129,33 @@ class Endpoint:
     ) -> Response:
         scheduling = headers.scheduling(parsed, request.headers)
         client = await self.models.client(parsed.model)
+        self._refuse_if_draining()  # the body may have taken long; nothing waits from here on
         answers = self._send(client, generations, reply.reply_id, scheduling)
-        n = parsed.n or 1
         id_header = {"x-request-id": reply.reply_id.split("-", 1)[1]}
-
-        def api_error(error: ServerError) -> ApiError:
-            return ApiError.from_server(error, prompt_field)
-
         try:
-            if not parsed.stream:
-                async with answers:
-                    await while_connected(request, answers.read_all())
-                return JSONResponse(reply.whole(answers.completions(), n), headers=id_header)
-            await while_connected(request, answers.wait(FIRST_EVENT_WAIT_S))
-            answers.raise_failure()
-        except BaseException as error:
-            answers.cancel()
-            if isinstance(error, ServerError):
-                raise api_error(error) from None
-            raise
+            if parsed.stream:
+                await _begin(request, answers)
+                content = self._events(answers, parsed, reply, prompt_field)
+                return streaming.EventStream(answers, content, id_header)
+            async with answers:
+                await while_connected(request, answers.read_all())
+        except ServerError as error:
+            raise ApiError.from_server(error, prompt_field) from None
+        whole = reply.whole(answers.completions(), parsed.n or 1)
+        return JSONResponse(whole, headers=id_header)
+
+    def _events(
+        self, answers: Answers, parsed: GenerationRequest, reply: Reply, prompt_field: str
+    ) -> AsyncIterator[bytes]:
         options = parsed.stream_options
-        content = streaming.events(
+        return streaming.events(
             answers,
             reply,
-            n,
+            parsed.n or 1,
             include_usage=bool(options and options.include_usage),
             keep_alive_s=self.settings.keep_alive_s,
-            api_error=api_error,
+            api_error=lambda error: ApiError.from_server(error, prompt_field),
         )
-        return streaming.EventStream(answers, content, id_header)
 
     def _send(
         self,
@@ -165,7 +176,9 @@ class Endpoint:
             )
             for index, generation in enumerate(generations)
         ]
-        return Answers(streams, self._tasks)
+        answers = Answers(streams, self._tasks)
+        self._answers.add(answers)
+        return answers
 
     def _card(self, name: str) -> dict[str, Any]:
         created = self.models.since_s(name)
@@ -184,7 +197,18 @@ def create_app(endpoint: Endpoint) -> FastAPI:
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(ClientLeftError, _answer_nobody)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)  # with its body half sent
+    app.add_exception_handler(Exception, _answer_bug)
     return app
+
+
+async def _begin(request: Request, answers: Answers) -> None:
+    """Wait for the first part of a stream, not long. Raises ServerError if it is a failure."""
+    try:
+        await while_connected(request, answers.wait(FIRST_EVENT_WAIT_S))
+        answers.raise_failure()
+    except BaseException:
+        answers.cancel()
+        raise
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -201,3 +225,9 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """Of ours; the framework logs it."""
+    shown = ApiError(500, f"unexpected {type(error).__name__}: {error}")
+    return JSONResponse(shown.body, shown.status)

@@ -1,14 +1,17 @@
 """ModelDirectory: which models of tritonserver can be asked, known without asking at each request.
 
 A model counts if it is decoupled and takes sampling_parameters: those of this backend, and of
-vllm_backend; not a request/response model in front of one.
+vllm_backend; not a request/response model in front of one. Those of this backend also say what
+their engine is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -16,32 +19,42 @@ import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from flowprefill.openai.errors import ApiError
-from flowprefill_client import AsyncClient
+from flowprefill_client import AsyncClient, ServerError
 from flowprefill_client.messages import CHANNEL_OPTIONS
 
 REFRESH_S = 1.0
 """How soon a loaded or unloaded model is noticed, and a server that came or went."""
 _CALL_TIMEOUT_S = 5.0
+_OWN_INPUT = "return_timing"
+"""Only models of this backend have it. Another one would take a question for a prompt."""
+_FAILED = "failed"
+
+_log = logging.getLogger("flowprefill.openai")
 
 
 class ModelDirectory:
     """The models, and a client for each. Belongs to one event loop."""
 
-    def __init__(self, grpc_url: str) -> None:
-        """grpc_url: host:port of tritonserver's gRPC endpoint"""
+    def __init__(self, grpc_url: str, engines_s: float | None = None) -> None:
+        """grpc_url: host:port of tritonserver's gRPC endpoint
+        engines_s: between two questions for the state of an engine; None: no questions"""
         self._grpc_url = grpc_url
+        self._engines_s = engines_s
         self._channel = grpc.aio.insecure_channel(grpc_url, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         # Kept when a model unloads: answers that are under way still come through its client.
         self._clients: dict[str, AsyncClient] = {}
         self._since_s: dict[str, int] = {}  # of those that are ready
-        self._others: set[str] = set()  # ready, but not ours
+        self._others: set[str] = set()  # ready, but cannot be asked
+        self._own: set[str] = set()  # whose engine has a state
+        self._failed: set[str] = set()  # whose engine failed for good
+        self._questions: set[asyncio.Task[None]] = set()
         self._is_live = False
 
     @property
     def is_ready(self) -> bool:
-        """tritonserver answers, and there is a model to ask."""
-        return self._is_live and bool(self._since_s)
+        """tritonserver answers, and there is a model whose engine has not failed for good."""
+        return self._is_live and bool(self._since_s.keys() - self._failed)
 
     def names(self) -> list[str]:
         return sorted(self._since_s)
@@ -74,16 +87,27 @@ class ModelDirectory:
             return
         for name in self._since_s.keys() - names:
             del self._since_s[name]
-        self._others &= names
+        for noted in (self._others, self._own, self._failed):
+            noted.intersection_update(names)
         self._is_live = live.live
 
+    async def ask_engines(self) -> None:
+        """Ask each model of this backend for its engine's state."""
+        self._questions = {asyncio.create_task(self._ask_engine(name)) for name in self._own}
+        if self._questions:
+            await asyncio.wait(self._questions)
+
     async def follow(self) -> None:
-        """Refresh until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+        """Stay up to date until cancelled."""
+        loops = [_repeat(self.refresh, REFRESH_S)]
+        if self._engines_s is not None:
+            loops.append(_repeat(self.ask_engines, self._engines_s))
+        await asyncio.gather(*loops)
 
     async def close(self) -> None:
+        # A question that is dropped just before its end would hold the model in tritonserver.
+        if self._questions:
+            await asyncio.wait(self._questions, timeout=_CALL_TIMEOUT_S)
         for client in self._clients.values():
             await client.close()
         await self._channel.close()
@@ -97,8 +121,27 @@ class ModelDirectory:
                 if name not in self._clients:
                     self._clients[name] = AsyncClient(self._grpc_url, name)
                 self._since_s[name] = int(time.time())
+                if _OWN_INPUT in inputs:
+                    self._own.add(name)
             else:
                 self._others.add(name)
 
+    async def _ask_engine(self, name: str) -> None:
+        with contextlib.suppress(ServerError):  # what is not known is no failure
+            state = await self._clients[name].engine_state()
+            if state == _FAILED and name in self._own:
+                self._failed.add(name)
+            else:
+                self._failed.discard(name)
+
     async def _ask(self, method: str, query: Any) -> Any:
         return await getattr(self._stub, method)(query, timeout=_CALL_TIMEOUT_S)
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    while True:
+        try:
+            await work()
+        except Exception:  # a bug of ours must not make what is known old
+            _log.exception("the models cannot be followed")
+        await asyncio.sleep(pause_s)

@@ -5,12 +5,14 @@ but its health.
 from __future__ import annotations
 
 import http.client
+import os
 import subprocess
 import sys
 import threading
 import time
 
 from flowprefill.errors import ServerStartError
+from flowprefill.server import client_host
 
 _POLL_S = 0.05
 _START_TIMEOUT_S = 60.0
@@ -23,30 +25,37 @@ class OpenAIProcess:
     def __init__(self, host: str, port: int, grpc_url: str, exit_timeout_s: int) -> None:
         """host, port: where it listens. grpc_url: host:port of tritonserver's gRPC endpoint.
         exit_timeout_s: how long running answers may take at a stop."""
-        self._host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+        self._host = client_host(host)
         self._port = port
         self._command = [
             *(sys.executable, "-m", "flowprefill.openai.server", "--launched"),
             *("--host", host, "--port", str(port), "--grpc-url", grpc_url),
             *("--exit-timeout-s", str(exit_timeout_s)),
         ]
+        # It talks to tritonserver alone, which no proxy in the environment is meant to do for it.
+        self._environment = os.environ | {"no_grpc_proxy": grpc_url.rpartition(":")[0]}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         """The base URL that OpenAI's clients take."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/v1"
+        return f"http://{self._host}:{self._port}/v1"
 
     def start(self, stopping: threading.Event) -> None:
-        """Start it and wait until it is ready; returns early when `stopping` gets set.
+        """Start it and wait until it answers; returns early when `stopping` gets set.
 
-        Raises ServerStartError if it ends, or is not ready within a minute.
+        Raises ServerStartError if it ends, or does not answer within a minute.
         """
-        # Its end of the pipe tells it when we are gone, however that came.
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            # Its end of the pipe tells it when we are gone, however that came.
+            stdin=subprocess.PIPE,
+            # A terminal's Ctrl-C and its end are for us, and we stop it in order.
+            start_new_session=True,
+        )
         deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while not self._is_ready() and not stopping.wait(_POLL_S):
+        while not self._answers() and not stopping.wait(_POLL_S):
             if not self.is_alive() or time.monotonic() > deadline_s:
                 self.stop()
                 raise ServerStartError("the OpenAI endpoint did not start; see the lines above")
@@ -77,11 +86,13 @@ class OpenAIProcess:
         self._process.wait()
         return is_in_order
 
-    def _is_ready(self) -> bool:
+    def _answers(self) -> bool:
+        """Whatever it says: without a model it is not ready, and may be in a minute."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=1)
         try:
             connection.request("GET", "/health")
-            return connection.getresponse().status == 200
+            connection.getresponse()
+            return True
         except (OSError, http.client.HTTPException):
             return False
         finally:

@@ -43,7 +43,8 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: Any = None
+    """Checked in translate.py: a union gives errors that name its parts instead of the field."""
     user: str | None = None
     """Has no effect; `tenant` has."""
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from types import FrameType
 
 import uvicorn
 
+from flowprefill.open_files import allow_many_files
 from flowprefill.openai.app import Endpoint, Settings, create_app
 
 _IDLE_CONNECTION_S = 75
@@ -44,6 +44,8 @@ class DrainingServer(uvicorn.Server):
         """Called by uvicorn ten times a second; True ends the server."""
         if self._limit_s is not None:
             is_late = time.monotonic() > self._limit_s + _LAST_BYTES_S
+            if is_late and not self.should_exit:
+                self._endpoint.end_answers()
             self.should_exit = is_late or not self._endpoint.num_live
         return await super().on_tick(counter)
 
@@ -83,11 +85,13 @@ def main() -> None:
     parser.add_argument("--exit-timeout-s", type=float, default=Settings.exit_timeout_s)
     parser.add_argument("--launched", action="store_true", help="stop at the end of stdin")
     options = parser.parse_args()
-    settings = Settings(options.grpc_url, exit_timeout_s=options.exit_timeout_s)
+    allow_many_files()
+    settings = Settings(
+        options.grpc_url,
+        exit_timeout_s=options.exit_timeout_s,
+        engines_s=None if options.launched else Settings.engines_s,
+    )
     server = make_server(Endpoint(settings), options.host, options.port)
-    # A Ctrl-C is meant for the launcher, which stops us in order.
-    if options.launched:
-        os.setpgid(0, 0)
     asyncio.run(_serve(server, options.launched))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -47,9 +48,12 @@ async def events(
     api_error: Callable[[ServerError], ApiError],
 ) -> AsyncIterator[bytes]:
     """The events of a stream. After an error there is no [DONE]: it says that all was sent."""
+    sent_s = time.monotonic()
     while not answers.is_complete:
-        if not await answers.wait(keep_alive_s):
+        # Parts without text are not sent: silence is counted from what was.
+        if not await answers.wait(max(0.0, sent_s + keep_alive_s - time.monotonic())):
             yield KEEP_ALIVE
+            sent_s = time.monotonic()
             continue
         try:
             part = answers.take()
@@ -59,6 +63,7 @@ async def events(
         chunk = reply.chunk(part.index, part.delta)
         if chunk is not None:
             yield event(chunk | {"usage": None} if include_usage else chunk)
+            sent_s = time.monotonic()
     if include_usage:
         yield event(reply.usage_chunk(answers.completions(), n))
     yield DONE

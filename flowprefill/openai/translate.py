@@ -107,9 +107,18 @@ def _generations(
 
 def _sampling(request: GenerationRequest) -> dict[str, Any]:
     values = {name: getattr(request, name) for name in SAMPLING_FIELDS}
-    # A single text that spells a JSON list would be taken for that list.
-    values["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    values["stop"] = _stop(request.stop)
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _stop(value: Any) -> list[str] | None:
+    # A single text that spells a JSON list would be taken for that list.
+    texts = [value] if isinstance(value, str) else value
+    if texts is not None and not (
+        isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    ):
+        raise ApiError.invalid("stop", value, "a text or a list of texts")
+    return texts
 
 
 def _with_seed(sampling: dict[str, Any], number: int) -> dict[str, Any]:

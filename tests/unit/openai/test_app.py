@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -18,26 +19,37 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from flowprefill.openai.app import Endpoint, Settings
 from flowprefill.openai.body import MAX_BODY_BYTES
+from flowprefill.openai.models import ModelDirectory
+from flowprefill.openai.process import OpenAIProcess
+from flowprefill.openai.schemas import CompletionRequest
 from flowprefill.openai.server import DrainingServer, make_server
+from flowprefill.server import free_ports
+from flowprefill_client.answer import Recorder
 from tests.unit.test_client import FakeTriton
 
 WAIT_S = 10.0
-DECOUPLED = {"m": True, "facade": False}
+DECOUPLED = {"m": True, "vllm": True, "facade": False}
 
 
 class FakeServer(FakeTriton):
-    """FakeTriton with a repository: `m`, and a facade that is not decoupled."""
+    """FakeTriton with a repository: `m`, vLLM's, and a facade that is not decoupled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = list(DECOUPLED)
 
     def ServerLive(self, request: Any, context: Any) -> Any:
         return service_pb2.ServerLiveResponse(live=True)
 
     def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        models = [{"name": name, "state": "READY"} for name in DECOUPLED]
+        models = [{"name": name, "state": "READY"} for name in self.models]
         return service_pb2.RepositoryIndexResponse(models=models)
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
         answer = service_pb2.ModelConfigResponse()
         answer.config.input.add(name="sampling_parameters")
+        if request.name == "m":  # of this backend
+            answer.config.input.add(name="return_timing")
         answer.config.model_transaction_policy.decoupled = DECOUPLED[request.name]
         return answer
 
@@ -93,11 +105,15 @@ def running() -> Iterator[Running]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    endpoint = Endpoint(Settings(f"127.0.0.1:{grpc_port}", keep_alive_s=0.02, exit_timeout_s=0.2))
+    settings = Settings(
+        f"127.0.0.1:{grpc_port}", keep_alive_s=0.02, exit_timeout_s=0.2, engines_s=0.05
+    )
+    endpoint = Endpoint(settings)
     server = make_server(endpoint, "127.0.0.1", port)
     thread = threading.Thread(target=server.run)
     thread.start()
-    wait_for(lambda: server.started and endpoint.models.is_ready)
+    wait_for(lambda: server.started)
+    assert endpoint.models.is_ready
     yield Running(fake, grpc_server, endpoint, server, thread, port)
     server.drain()
     thread.join(WAIT_S)
@@ -152,6 +168,15 @@ def test_comments_come_while_nothing_else_does(running: Running) -> None:
         while lines.count(b": keep-alive\n") < 2:
             lines.append(received.readline())
     assert any(line.startswith(b"data: {") for line in lines)
+
+
+def test_comments_come_while_parts_have_no_text(running: Running) -> None:
+    connection = running.send({"prompt": "mute", "stream": True})
+    with connection, connection.makefile("rb") as received:
+        lines: list[bytes] = []
+        while lines.count(b": keep-alive\n") < 2:
+            lines.append(received.readline())
+    assert not any(line.startswith(b"data: {") for line in lines)
 
 
 def test_objectives_of_body_and_headers_reach_the_model_and_the_body_wins(running: Running) -> None:
@@ -229,7 +254,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault(
 
 def test_only_decoupled_models_are_there(running: Running) -> None:
     status, models = running.ask(None, "/v1/models")
-    assert (status, [card["id"] for card in models["data"]]) == (200, ["m"])
+    assert (status, [card["id"] for card in models["data"]]) == (200, ["m", "vllm"])
     assert running.ask(None, "/v1/models/m")[0] == 200
     assert running.ask(None, "/v1/models/facade")[0] == 404
     assert running.ask({"model": "facade", "prompt": "hello"})[0] == 404
@@ -253,3 +278,120 @@ def test_draining_refuses_what_is_new_and_ends_what_takes_too_long(running: Runn
         running.thread.join(WAIT_S)
         assert not running.thread.is_alive()
         received.read()
+
+
+def test_an_answer_that_takes_too_long_for_the_drain_is_told_so(running: Running) -> None:
+    connections = [running.send({"prompt": "wait", "stream": stream}) for stream in (True, False)]
+    for _ in connections:
+        assert running.fake.live.acquire(timeout=WAIT_S)
+    running.server.drain()
+    answers = []
+    for connection in connections:
+        with connection, connection.makefile("rb") as received:
+            answers.append(received.read())
+    streamed, whole = answers
+    assert streamed.startswith(b"HTTP/1.1 200 ") and whole.startswith(b"HTTP/1.1 503 ")
+    for answer in answers:
+        assert b'"message":"the server is stopping"' in answer
+    assert b"[DONE]" not in streamed
+
+
+def test_a_body_that_comes_in_while_the_server_drains_is_refused(running: Running) -> None:
+    data = json.dumps({"model": "m", "prompt": "hello"}).encode()
+    endless = running.send({"prompt": "wait", "stream": True})
+    late = socket.create_connection(("127.0.0.1", running.port), timeout=WAIT_S)
+    with endless, late:
+        assert running.fake.live.acquire(timeout=WAIT_S)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+        late.sendall(head.encode() + b"expect: 100-continue\r\n\r\n" + data[:9])
+        assert late.recv(1000).startswith(b"HTTP/1.1 100 ")  # its body is waited for
+        running.server.drain()
+        late.sendall(data[9:])
+        assert b" 503 " in late.recv(1000)
+    assert len(running.fake.requests) == 1
+
+
+def test_health_is_off_once_the_engines_of_all_models_failed_for_good(running: Running) -> None:
+    running.fake.models = ["m"]
+    running.fake.engine_state = "failed"
+    wait_for(lambda: running.ask(None, "/health")[0] == 503)
+    running.fake.engine_state = "ready"  # it was loaded anew
+    wait_for(lambda: running.ask(None, "/health")[0] == 200)
+
+
+def test_only_models_of_this_backend_are_asked_for_the_state_of_their_engine(
+    running: Running,
+) -> None:
+    running.fake.engine_state = "failed"
+    asked = running.fake.asked_for_state
+    wait_for(lambda: len(asked) > 1)
+    assert set(asked) == {"m"}
+    assert running.ask(None, "/health")[0] == 200  # vLLM's model can be asked
+
+
+def test_a_bug_is_a_500_in_openai_s_form_or_an_event(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(Recorder, "add", fail)
+    for stream in (False, True):
+        status, answer = running.ask({"prompt": "hello", "stream": stream})
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+    monkeypatch.setattr(CompletionRequest, "model_validate_json", fail)
+    status, answer = running.ask({"prompt": "hello"})
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert "KeyError" in answer["error"]["message"]
+
+
+def test_a_bug_does_not_end_the_following_of_models(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        failed = threading.Event()
+
+        def fail(*args: Any) -> Any:
+            failed.set()
+            raise KeyError("bug")
+
+        patched.setattr(ModelDirectory, "_ask", fail)
+        assert failed.wait(WAIT_S)
+    running.fake.models = []
+    wait_for(lambda: running.ask(None, "/health")[0] == 503)
+
+
+@pytest.fixture
+def launched(running: Running) -> Iterator[OpenAIProcess]:
+    """A process of its own in front of the same server, which has no model to ask by then."""
+    running.fake.models = []
+    (port,) = free_ports(1)
+    process = OpenAIProcess("127.0.0.1", port, running.endpoint.settings.grpc_url, 0)
+    process.start(threading.Event())
+    yield process
+    assert process.stop()
+
+
+def test_the_launcher_does_not_wait_for_a_model(launched: OpenAIProcess) -> None:
+    assert launched.is_alive()
+
+
+def test_a_proxy_of_the_environment_is_not_used_for_the_model_server(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    (port,) = free_ports(1)
+    process = OpenAIProcess("127.0.0.1", port, running.endpoint.settings.grpc_url, 0)
+    try:
+        process.start(threading.Event())
+        connection = HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        assert process.stop()
+
+
+def test_no_signal_of_the_launcher_s_terminal_reaches_the_endpoint(launched: OpenAIProcess) -> None:
+    assert launched._process is not None
+    assert os.getsid(launched._process.pid) == launched._process.pid

@@ -45,6 +45,13 @@ def test_a_stop_string_is_never_read_as_a_list(stop: Any, sent: list[str]) -> No
     assert complete(stop=stop)[0].sampling == {"stop": sent}
 
 
+@pytest.mark.parametrize("stop", [7, [7], ["a", None], {"a": 1}])
+def test_other_stops_are_refused_by_name(stop: Any) -> None:
+    with pytest.raises(ApiError, match=r"^stop=.*: must be a text or a list of texts") as caught:
+        complete(stop=stop)
+    assert (caught.value.status, caught.value.param) == (400, "stop")
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
