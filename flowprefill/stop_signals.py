@@ -29,6 +29,8 @@ class StopSignals:
         # nothing, and a thread reads from a pipe which signals came.
         signal.set_wakeup_fd(waker)
         for signum in _SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # nohup: the end of the terminal is not to be the server's
             signal.signal(signum, lambda *_: None)
         threading.Thread(target=self._read, args=(wake_end,), name="signals", daemon=True).start()
 

@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flowprefill import __version__
-from flowprefill.cli import app, ready_text
+from flowprefill.cli import app
 from flowprefill.openai.process import OpenAIProcess
+from flowprefill.serve import ready_text
 from flowprefill.server import ServerOptions, TritonServer
 from flowprefill.server_layout import default_model_repository
 
@@ -108,7 +109,7 @@ def test_ready_text_without_a_model_has_nothing_to_try(
 def test_ready_text_names_the_openai_endpoint(
     serve_models: Callable[[dict[str, bool]], TritonServer],
 ) -> None:
-    for host, shown in (("0.0.0.0", "127.0.0.1"), ("::1", "[::1]")):
+    for host, shown in (("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")):
         openai = OpenAIProcess(host, 8003, "127.0.0.1:8001", 10)
         text = ready_text(serve_models({}), openai)
         assert text.endswith(f", OpenAI http://{shown}:8003/v1")

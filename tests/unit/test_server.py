@@ -32,6 +32,7 @@ from flowprefill.server_layout import (
     write_backend,
 )
 from flowprefill.server_log import ServerLog, stopped_line, stopping_line
+from tests.stand_in_tritonserver import lay_out_tritonserver
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,17 +40,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tritonserver on PATH, laid out as in NVIDIA's image."""
-    python_dir = tmp_path / "backends" / "python"
-    python_dir.mkdir(parents=True)
-    (tmp_path / "bin").mkdir()
-    binary = tmp_path / "bin" / "tritonserver"
-    binary.write_text("")
-    binary.chmod(0o755)
-    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
-        (python_dir / name).write_text(name)
-    stub = python_dir / "triton_python_backend_stub"
-    stub.write_bytes(b"\x7fELF..libpython" + python_minor().encode() + b".so.1.0\0")
-    monkeypatch.setenv("PATH", str(binary.parent))
+    monkeypatch.setenv("PATH", str(lay_out_tritonserver(tmp_path).parent))
     return tmp_path
 
 
@@ -216,6 +207,12 @@ def test_clients_on_other_machines_cannot_load_models_unless_told_so(
 )
 def test_loopback_addresses_are_told_from_others(host: str, is_ours_alone: bool) -> None:
     assert is_loopback(host) is is_ours_alone
+
+
+@pytest.mark.parametrize("host", ["::1", "::", "[::1]"])
+def test_an_address_that_tritonserver_cannot_listen_on_is_named(host: str) -> None:
+    with pytest.raises(ServerStartError, match=r"^host='.*': must be an IPv4 address or a name$"):
+        ServerOptions(Path(), host=host)
 
 
 def write_log(log: ServerLog, text: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from flowprefill.stop_signals import StopSignals
 
@@ -41,6 +43,17 @@ def test_other_signals_are_nothing_to_it() -> None:
     signals = StopSignals()
     signals.note(signal.SIGCHLD, 10.0)
     assert not signals.stopping.is_set()
+
+
+def test_nohup_is_obeyed() -> None:
+    command = ["nohup", sys.executable, "-c", FOLLOW]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "follows\n"
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.kill()
+    (ignored,) = re.findall(r"SigIgn:\s*(\w+)", status)
+    assert int(ignored, 16) >> (signal.SIGHUP - 1) & 1
 
 
 def test_real_signals_are_followed() -> None:
