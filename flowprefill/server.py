@@ -96,6 +96,7 @@ class TritonServer:
         self._log = ServerLog()
         self._stop_pipe: int | None = None
         self._stop_problem: str | None = None
+        self._left_files: list[str] = []
 
     def __enter__(self) -> TritonServer:
         self.start()
@@ -145,6 +146,11 @@ class TritonServer:
     def stop_problem(self) -> str | None:
         """What the last stop() cut short or left undone, in words; None if nothing."""
         return self._stop_problem
+
+    @property
+    def left_files(self) -> list[str]:
+        """Names in /dev/shm that the last stop() removed in place of the server's processes."""
+        return self._left_files
 
     def start(self) -> None:
         """Start tritonserver; returns at once. Raises ServerStartError, in one line."""
@@ -267,7 +273,7 @@ class TritonServer:
         if self._stop_pipe is not None:
             os.close(self._stop_pipe)
         if self._files is not None:
-            self._files.release()
+            self._left_files = self._files.release()
         self._process = self._files = self._stop_pipe = None
         return is_clean
 

@@ -151,10 +151,15 @@ class ServerFiles:
         self.run_dir = _run_dir(self.prefix)
         self.run_dir.mkdir(mode=0o700)
 
-    def release(self) -> None:
-        """Remove everything with this prefix. Call once no process of the server is left."""
+    def release(self) -> list[str]:
+        """Remove everything with this prefix. Call once no process of the server is left.
+
+        Returns the names in /dev/shm that the server itself should have removed.
+        """
+        left = sorted({path.name for path in SHM_DIR.glob(f"{self.prefix}*")} - {self._lock.name})
         _remove_files(self.prefix)
         os.close(self.fd)
+        return left
 
 
 def sweep_dead_servers() -> None:

@@ -29,12 +29,13 @@ def model_json(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_scenarios_run_and_say_their_bars(tmp_path: Path, model_json: str) -> None:
     json_out = tmp_path / "scenarios.json"
     result = bench("scenarios", "--only", "larger-than-kv,back-to-back", "--rounds", "1",
-                   "--model-json", model_json, "--json-out", str(json_out))  # fmt: skip
+                   "--model-json", model_json, "--json-out", str(json_out),
+                   exit_codes=(0, 1))  # fmt: skip
     assert json.loads(json_out.read_text()) == result
     assert list(result) == ["back-to-back", "larger-than-kv", "run"]
     assert result["run"]["tokens_per_tick"] > 0
     for name in ("back-to-back", "larger-than-kv"):
         assert result[name]["error"] is None
         assert all(bar["measured"] > 0 for bar in result[name]["bars"])
-    refusal, _ = result["larger-than-kv"]["bars"]
+    refusal, _ = result["larger-than-kv"]["bars"]  # the others' limits need a quiet machine
     assert refusal["is_met"]

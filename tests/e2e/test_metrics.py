@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from flowprefill.bench.metrics_page import ENDS, MetricsPage
 from flowprefill.server import TritonServer
 from flowprefill_backend.metric_families import Family, make_families
 from flowprefill_client import Client, ServerError
 from tests.e2e.conftest import MODEL, group_members
 from tests.live_server import unload
-from tests.metrics_page import ENDS, Page, settled
+from tests.metrics_page import page_of, settled
 
 NAME = "metered"
 MAX_MODEL_LEN = 2048
@@ -46,7 +47,7 @@ def engine_pids(server: TritonServer) -> set[int]:
     return {pid for pid, command in members if "flowprefill.engine_server" in command}
 
 
-def assert_described(page: Page, family: Family) -> None:
+def assert_described(page: MetricsPage, family: Family) -> None:
     if family.name != "flowprefill_slo_attainment_ratio":  # nothing is judged yet
         assert page.kinds[family.name] == family.kind.lower()
     if family.kind == "HISTOGRAM":
@@ -59,7 +60,7 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     server: TritonServer, metered: tuple[Client, int]
 ) -> None:
     client, engine_pid = metered
-    page = Page(server, NAME)  # complete when the model is ready
+    page = page_of(server, NAME)  # complete when the model is ready
     for family in make_families(MAX_MODEL_LEN):
         assert_described(page, family)
     assert page.requests("started") == 0 and page.gauges() == dict.fromkeys(page.gauges(), 0)
@@ -74,11 +75,11 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     with pytest.raises(ServerError, match="top_p"):
         client.generate(PROMPT, sampling={"top_p": 7})
 
-    def is_at_rest(page: Page) -> bool:
+    def is_at_rest(page: MetricsPage) -> bool:
         return page.requests("started") == 7 and not any(page.gauges().values())
 
     page = settled(server, NAME, is_at_rest, "seven requests have their ends on the page")
-    assert page.is_balanced()
+    assert page.num_lost() == 0
     assert [page.requests(end) for end in ENDS] == [4, 1, 2, 0]
     assert page.value("flowprefill_requests_rejected_total", reason="invalid") == 1
     assert page.value("flowprefill_requests_rejected_total", reason="infeasible") == 1
@@ -108,18 +109,18 @@ def test_sums_agree_after_load_and_over_the_engine_s_death(
     stream = client.stream(PROMPT, max_tokens=1500, sampling=ENDLESS)
     next(stream)
     running = settled(server, NAME, lambda p: p.value("vllm:num_requests_running") == 1, "it runs")
-    assert running.is_balanced() and running.value("flowprefill_requests_live") == 1
+    assert running.num_lost() == 0 and running.value("flowprefill_requests_live") == 1
     assert running.value("vllm:kv_cache_usage_perc") > 0
     os.kill(engine_pid, signal.SIGKILL)
     with pytest.raises(ServerError, match="engine process"):
         list(stream)
     client.generate(PROMPT, max_tokens=4, sampling=ENDLESS)  # waits for the next engine
 
-    def is_over(page: Page) -> bool:
+    def is_over(page: MetricsPage) -> bool:
         return page.requests("finished") == 5 and not any(page.gauges().values())
 
     after = settled(server, NAME, is_over, "the restart is on the page")
-    assert after.is_balanced() and after.requests("started") == 9
+    assert after.num_lost() == 0 and after.requests("started") == 9
     assert [after.requests(end) for end in ENDS] == [5, 1, 2, 1]
     assert after.value("flowprefill_engine_restarts_total") == 1
     assert after.value("flowprefill_engine_ready") == 1

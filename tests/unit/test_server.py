@@ -159,6 +159,15 @@ def test_sweep_spares_living_servers() -> None:
     assert not files.run_dir.exists()
 
 
+def test_what_the_server_left_is_told_when_it_is_removed() -> None:
+    clean, left = ServerFiles(), ServerFiles()
+    region = SHM_DIR / f"{left.prefix}region"
+    region.write_text("of a process that did not remove it")
+    assert clean.release() == []
+    assert left.release() == [region.name]
+    assert not region.exists()
+
+
 def test_sweep_removes_what_a_killed_server_left() -> None:
     code = (
         "import os, signal; from flowprefill.server_layout import *; f = ServerFiles();"

@@ -1,4 +1,4 @@
-"""A scenario of `flowprefill bench scenarios`, the bars it is held to, and what came of it.
+"""A scenario of `flowprefill bench scenarios`, and what came of it.
 
 A scenario is one function; its file is its kind. It gets a Rig, does on a real server or engine
 what burnt somebody, and returns its bars.
@@ -10,23 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flowprefill.bench.bars import Bar
+
 if TYPE_CHECKING:
     from flowprefill.bench.scenarios.rig import Rig
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One figure, and what it may be at most."""
-
-    what: str
-    measured: float
-    limit: float | None
-    """None: the figure is only reported."""
-    unit: str = "s"
-
-    @property
-    def is_met(self) -> bool:
-        return self.limit is None or self.measured <= self.limit
 
 
 @dataclass(frozen=True)
@@ -56,19 +43,9 @@ class Result:
         return self.error is None and all(bar.is_met for bar in self.bars)
 
     def to_json(self) -> dict[str, Any]:
-        bars = [
-            {
-                "what": bar.what,
-                "measured": round(bar.measured, 4),
-                "limit": None if bar.limit is None else round(bar.limit, 4),
-                "unit": bar.unit,
-                "is_met": bar.is_met,
-            }
-            for bar in self.bars
-        ]
         return {
             "row": self.scenario.row,
             "is_met": self.is_met,
             "error": self.error,
-            "bars": bars,
+            "bars": [bar.to_json() for bar in self.bars],
         }

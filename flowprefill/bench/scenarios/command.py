@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowprefill.bench.bars import add_bars, bar_table
 from flowprefill.bench.options import JsonOut, ModelJson, Seed
 from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
-from flowprefill.bench.scenarios.base import Bar, Result, Scenario
+from flowprefill.bench.scenarios.base import Result, Scenario
 from flowprefill.config import EngineConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from flowprefill.bench.scenarios.rig import Rig
 
 
 def run(
@@ -29,7 +32,8 @@ def run(
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Do to a real server what burnt operators of others, and hold its times to their bars."""
+    """Do to a real server what burnt operators of others, and hold its times to their bars. Exit
+    code 1: a bar is missed."""
     from rich.console import Console
 
     chosen = choose(all_scenarios(), only)
@@ -38,6 +42,8 @@ def run(
     Console().print(make_table(results))
     facts = {"rounds": rounds, **words, **describe_run(config, seed)}
     print_json({**{r.scenario.name: r.to_json() for r in results}, "run": facts}, json_out)
+    if not all(result.is_met for result in results):
+        raise typer.Exit(1)
 
 
 def all_scenarios() -> list[Scenario]:
@@ -72,11 +78,9 @@ def measure(
 ) -> tuple[list[Result], dict[str, float]]:
     """Start a server and run the scenarios one after the other; progress on standard error.
 
-    Returns also C in tokens and the tick in milliseconds, by which prompts and bars are sized. A
-    scenario that fails is reported and costs the others nothing.
+    Returns also C in tokens and the tick in milliseconds, by which prompts and bars are sized.
     """
     from flowprefill.bench.scenarios.rig import Rig
-    from flowprefill_client import ServerError
 
     results = []
     with bench_progress(1 + len(scenarios)) as progress:
@@ -86,33 +90,27 @@ def measure(
             progress.advance()
             for scenario in scenarios:
                 with progress.step(scenario.name):
-                    try:
-                        results.append(Result(scenario, list(scenario.measure(rig))))
-                    except (BenchmarkError, ServerError) as error:
-                        results.append(Result(scenario, error=str(error)))
+                    results.append(play(scenario, rig))
     return results, words
+
+
+def play(scenario: Scenario, rig: Rig) -> Result:
+    """Whatever goes wrong in it is its result, and costs the others nothing."""
+    try:
+        return Result(scenario, list(scenario.measure(rig)))
+    except BenchmarkError as error:
+        return Result(scenario, error=str(error))
+    except Exception as error:
+        return Result(scenario, error=f"{type(error).__name__}: {error}")
 
 
 def make_table(results: Sequence[Result]) -> Table:
     """One row per bar."""
-    from rich.table import Table
-
-    table = Table(title="Scenarios in which a time is judged")
-    for heading in ("row", "scenario", "what"):
-        table.add_column(heading)
-    for heading in ("measured", "at most", "met"):
-        table.add_column(heading, justify="right")
+    table = bar_table("Scenarios in which a time is judged", ("row", "scenario"))
     for result in results:
         head = (str(result.scenario.row), result.scenario.name)
         if result.error:
             table.add_row(*head, f"failed: {result.error}", "", "", "no", end_section=True)
-        for index, bar in enumerate(result.bars):
-            is_last = index == len(result.bars) - 1
-            table.add_row(*(head if index == 0 else ("", "")), *_cells(bar), end_section=is_last)
+        else:
+            add_bars(table, result.bars, head)
     return table
-
-
-def _cells(bar: Bar) -> tuple[str, str, str, str]:
-    limit = "" if bar.limit is None else f"{bar.limit:.3f} {bar.unit}"
-    met = "" if bar.limit is None else "yes" if bar.is_met else "no"
-    return bar.what, f"{bar.measured:.3f} {bar.unit}", limit, met

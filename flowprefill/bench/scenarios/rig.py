@@ -116,7 +116,10 @@ class Rig:
 
     @contextlib.contextmanager
     def model(self, name: str, **settings: Any) -> Iterator[Client]:
-        """Load the configuration with other settings as a model called `name`; yields a client."""
+        """Load the configuration with other settings as a model called `name`; yields a client.
+
+        At the end of the block it is unloaded, and its engine gone before the next scenario.
+        """
         import tritonclient.http as triton
 
         config = dataclasses.replace(self.config, **settings)
@@ -130,6 +133,7 @@ class Rig:
                     yield client
             finally:
                 control.unload_model(name)
+                _wait_unloaded(control, name)
         finally:
             control.close()
 
@@ -191,6 +195,21 @@ def reading(streams: Sequence[Stream]) -> Iterator[Callable[[], list[Completion]
         finally:
             for stream in streams:
                 stream.cancel()
+
+
+def _wait_unloaded(control: Any, name: str) -> None:
+    """Wait until a model's last process has gone. Raises BenchmarkError after minutes."""
+
+    def state() -> tuple[str, str]:
+        index = control.get_model_repository_index()
+        (model,) = (model for model in index if model["name"] == name)
+        return model.get("state", ""), model.get("reason", "")
+
+    limit_s = time.monotonic() + _WAIT_S
+    while state() != ("UNAVAILABLE", "unloaded"):
+        if time.monotonic() > limit_s:
+            raise BenchmarkError(f"model {name!r} was not unloaded within {_WAIT_S} s")
+        time.sleep(0.05)
 
 
 def wait_stats(client: Client, is_there: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from flowprefill.bench.scenarios.base import Bar, Scenario
+from flowprefill.bench.bars import Bar
+from flowprefill.bench.scenarios.base import Scenario
 from flowprefill.bench.scenarios.rig import BASE, GREEDY, Rig, wait_stats
 from flowprefill.bench.servers import on_free_ports, write_model
 from flowprefill.server import UNLOAD_TIMEOUT_S, TritonServer

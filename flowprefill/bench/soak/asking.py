@@ -1,4 +1,7 @@
-"""One request over each of the server's protocols: its text, or AnswerError with what was said."""
+"""One request over each of the server's protocols: its answer, or AnswerError with what was said.
+
+An answer must have as many tokens as were asked for: what is sent here ignores the end of text.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,15 @@ class Ask:
     slo: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A whole one, in no protocol's words."""
+
+    text: str
+    num_tokens: int
+    """As the server counts them."""
+
+
 class Asker:
     """Sends requests. Belongs to one event loop."""
 
@@ -45,7 +57,7 @@ class Asker:
         self.client = client
         self.session = session
 
-    async def grpc(self, ask: Ask) -> str:
+    async def grpc(self, ask: Ask) -> Answer:
         from flowprefill_client import ServerError
 
         try:
@@ -54,23 +66,39 @@ class Asker:
             )
         except ServerError as error:
             raise AnswerError(str(error)) from error
-        return answer.text
+        return Answer(answer.text, answer.num_output_tokens)
 
-    async def generate_stream(self, ask: Ask) -> str:
+    async def generate_stream(self, ask: Ask) -> Answer:
         sampling = {**ask.sampling, "max_tokens": ask.max_tokens}
         body = {"text_input": ask.prompt, "stream": True, "return_finish_reason": True,
+                "return_num_output_tokens": True,
                 "sampling_parameters": json.dumps(sampling), **ask.slo}  # fmt: skip
         url = f"{self.server.http_url}/generate_stream"
         events = [event async for event in self._events(url, body)]
         if not events or events[-1]["finish_reason"] == "None":
             raise AnswerError("the stream ended before the answer did")
-        return "".join(event["text_output"] for event in events)
+        text = "".join(event["text_output"] for event in events)
+        return Answer(text, sum(event["num_output_tokens"] for event in events))
 
-    async def completion(self, ask: Ask) -> str:
-        return await self._completion(ask, stream=False)
+    async def completion(self, ask: Ask) -> Answer:
+        status, text = await self.post(self._completions_url, json.dumps(_body(ask)).encode())
+        if status != 200:
+            raise AnswerError(text)
+        reply = json.loads(text)
+        return Answer(reply["choices"][0]["text"], reply["usage"]["completion_tokens"])
 
-    async def completion_stream(self, ask: Ask) -> str:
-        return await self._completion(ask, stream=True)
+    async def completion_stream(self, ask: Ask) -> Answer:
+        body = {**_body(ask), "stream": True, "stream_options": {"include_usage": True}}
+        events = [event async for event in self._events(self._completions_url, body)]
+        choices = [choice for event in events for choice in event["choices"]]
+        if not choices or choices[-1]["finish_reason"] is None or not events[-1]["usage"]:
+            raise AnswerError("the stream ended before the answer did")
+        text = "".join(choice["text"] for choice in choices)
+        return Answer(text, events[-1]["usage"]["completion_tokens"])
+
+    @property
+    def _completions_url(self) -> str:
+        return f"{self.server.openai_url}/completions"
 
     async def post(self, url: str, data: bytes) -> tuple[int, str]:
         """Status and body, whatever they are."""
@@ -82,20 +110,6 @@ class Asker:
                 return response.status, await response.text()
         except aiohttp.ClientError as error:
             raise AnswerError(repr(error)) from error
-
-    async def _completion(self, ask: Ask, stream: bool) -> str:
-        body = {"model": MODEL_NAME, "prompt": ask.prompt, "max_tokens": ask.max_tokens,
-                "stream": stream, **ask.sampling, **ask.slo}  # fmt: skip
-        url = f"{self.server.openai_url}/completions"
-        if not stream:
-            status, text = await self.post(url, json.dumps(body).encode())
-            if status != 200:
-                raise AnswerError(text)
-            return str(json.loads(text)["choices"][0]["text"])
-        choices = [event["choices"][0] async for event in self._events(url, body)]
-        if not choices or choices[-1]["finish_reason"] is None:
-            raise AnswerError("the stream ended before the answer did")
-        return "".join(choice["text"] for choice in choices)
 
     async def _events(self, url: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         import aiohttp
@@ -114,3 +128,9 @@ class Asker:
                     yield event
         except aiohttp.ClientError as error:
             raise AnswerError(repr(error)) from error
+
+
+def _body(ask: Ask) -> dict[str, Any]:
+    """As OpenAI's completions take it."""
+    return {"model": MODEL_NAME, "prompt": ask.prompt, "max_tokens": ask.max_tokens,
+            **ask.sampling, **ask.slo}  # fmt: skip

@@ -19,6 +19,16 @@ class BadRequest:
     route: str
     data: bytes
     word: str
+    status: int = 400
+    """On the OpenAI endpoint. Triton's HTTP port has other ones for the same faults."""
+
+    def fault(self, status: int, text: str) -> str | None:
+        """What is wrong with this answer to it; None if it is refused as it must be."""
+        error = error_of(text)
+        is_status = status == self.status if self.route == COMPLETIONS else status >= 400
+        if is_status and error and self.word in error:
+            return None
+        return f"{self.data[:80]!r} was answered {status}, {text!r}"
 
 
 def _generate(word: str, **fields: Any) -> BadRequest:
@@ -29,9 +39,18 @@ def _sampling(word: str, **values: Any) -> BadRequest:
     return _generate(word, sampling_parameters=json.dumps(values))
 
 
-def _completion(word: str, **fields: Any) -> BadRequest:
+def _completion(word: str, status: int = 400, **fields: Any) -> BadRequest:
     body = {"model": MODEL_NAME, "prompt": "Hello", **fields}
-    return BadRequest(COMPLETIONS, json.dumps(body).encode(), word)
+    return BadRequest(COMPLETIONS, json.dumps(body).encode(), word, status)
+
+
+def error_of(text: str) -> str:
+    """The error in a JSON body of either server; "" if it is none."""
+    try:
+        error = json.loads(text).get("error", "")
+    except (ValueError, AttributeError):
+        return ""
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
 
 
 BAD_REQUESTS = (
@@ -53,7 +72,7 @@ BAD_REQUESTS = (
     _completion("prompt", prompt=[-1]),
     _completion("temperature", temperature="warm"),
     _completion("logit_bias", logit_bias={"999999": 1}),
-    _completion("no such model", model="no such model"),
+    _completion("no such model", 404, model="no such model"),
     BadRequest(COMPLETIONS, b"{no json", "body"),
-    BadRequest(COMPLETIONS, b" " * (9 * 2**20), "body"),
+    BadRequest(COMPLETIONS, b" " * (9 * 2**20), "body", 413),
 )

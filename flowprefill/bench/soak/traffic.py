@@ -1,70 +1,37 @@
 """Clients that never stop: each draws what to do next, does it, and notes what came of it.
 
 Every request must come to an end within a bound. A control must give the same bytes whenever it is
-answered, whatever its protocol; a bad request must be refused by name. A request may only fail if
-an engine was killed while it was under way.
+answered, whatever its protocol and however often it lost its KV blocks; every answer must have as
+many tokens as were asked for; a bad request must be refused by name. A request may only fail if an
+engine was killed while it was under way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.soak.asking import AnswerError, Ask, Asker
-from flowprefill.bench.soak.bad_requests import BAD_REQUESTS, GENERATE
+from flowprefill.bench.soak.asking import Answer, AnswerError, Ask, Asker
+from flowprefill.bench.soak.bad_requests import BAD_REQUESTS, GENERATE, error_of
+from flowprefill.bench.soak.controls import Controls
+from flowprefill.bench.soak.record import ANSWERED, LEFT, LOST, REFUSED, Record
+from flowprefill_client import AsyncStream, ServerError
 
-CONTROL_PROMPTS = (
-    "The capital of France is",
-    "A short story about a lighthouse keeper:",
-    "Water boils at a temperature of " * 40,
-)
-CONTROL_SAMPLINGS: tuple[Mapping[str, Any], ...] = (
-    {"temperature": 0, "ignore_eos": True},
-    {"temperature": 0.8, "seed": 7, "ignore_eos": True},
-)
-CONTROL_TOKENS = 24
 _FREE = {"temperature": 0.7, "ignore_eos": True}
 _DOCUMENT_TOKENS = (100, 1200)
 _MEAN_PAUSE_S = 0.3
-_MAX_PROBLEMS = 20
-_MISSED_S = 0.5
+_CROWD_TOKENS = 1200
+"""Of a prompt beside which, and a long control, no third one fits."""
+_LEFT_TOKENS = 200
+"""Asked for by those that leave."""
 
-ANSWERED, LEFT, REFUSED, LOST = "answered", "left", "refused", "lost"
-OUTCOMES = (ANSWERED, LEFT, REFUSED, LOST)
-
-
-@dataclass
-class Record:
-    """What came of all requests so far."""
-
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Kind, outcome) -> requests."""
-    kill_times_s: list[float] = field(default_factory=list)
-    num_hung: int = 0
-    num_changed: int = 0
-    """Controls with other bytes than at first."""
-    num_wrong: int = 0
-    """Failed though no engine was killed, or answered though they were bad."""
-    problems: list[str] = field(default_factory=list)
-    """The first of these, in words."""
-    slowest_s: float = 0.0
-
-    def note(self, problem: str) -> None:
-        if len(self.problems) < _MAX_PROBLEMS:
-            self.problems.append(problem[:300])
-
-    def was_killed_since(self, begin_s: float) -> bool:
-        """A request may also have come to an engine that was dead and not yet missed."""
-        return any(kill_s > begin_s - _MISSED_S for kill_s in self.kill_times_s)
+_Way = Callable[[Ask], Awaitable[Answer]]
+"""One of the protocols, as the Asker has it."""
 
 
 class Traffic:
@@ -85,11 +52,12 @@ class Traffic:
         self._slo_classes = slo_classes
         self._end_s = end_s
         self._seed = seed
-        self._first: dict[tuple[int, int], str] = {}
+        self._controls = Controls(make_prompt, self._slo("document", 30_000.0))
         self._kinds: dict[str, tuple[int, Callable[[random.Random], Awaitable[str]]]] = {
             "control": (5, self._control),
             "chat": (3, self._chat),
             "document": (2, self._document),
+            "crowd": (1, self._crowd),
             "leaves": (3, self._leaves),
             "cancelled by id": (1, self._cancelled_by_id),
             "disconnects": (3, self._disconnects),
@@ -97,18 +65,15 @@ class Traffic:
         }
 
     async def learn_controls(self) -> None:
-        """The first answer of each control, one at a time. Raises BenchmarkError."""
-        for key in self._control_keys():
-            try:
-                self._first[key] = await self.asker.grpc(self._control_ask(key))
-            except AnswerError as error:
-                raise BenchmarkError(f"control {key} has no answer: {error}") from error
+        """Raises BenchmarkError."""
+        await self._controls.learn(self.asker)
 
     async def check_controls(self) -> None:
-        """Each control once more, over each protocol."""
-        for key in self._control_keys():
-            for send in self._ways():
-                await self._do("control", partial(self._compare, key, send))
+        """Each control once more, over each protocol, and one that surely loses its KV blocks."""
+        for number in range(len(self._controls.asks)):
+            for way in self._ways():
+                await self._do("control", partial(self._compare, number, way))
+        await self._do("crowd", partial(self._crowd, random.Random(self._seed)))
 
     async def run_client(self, index: int, done: asyncio.Event) -> None:
         """Send one request after the other until `done`."""
@@ -132,64 +97,107 @@ class Traffic:
             return
         except AnswerError as error:
             if not (error.is_engine_lost and record.was_killed_since(begin_s)):
-                record.num_wrong += 1
-                record.note(f"{name}: {error}")
+                record.note_wrong(f"{name}: {error}")
                 return
             outcome = LOST
+        except Exception as error:  # no connection, or an answer that lacks what it must have
+            record.note_wrong(f"{name}: {error!r}")
+            return
         record.slowest_s = max(record.slowest_s, time.monotonic() - begin_s)
         record.outcomes[(name, outcome)] += 1
 
     # ---- kinds ----
 
     async def _control(self, rng: random.Random) -> str:
-        return await self._compare(rng.choice(self._control_keys()), rng.choice(self._ways()))
+        return await self._compare(
+            rng.randrange(len(self._controls.asks)), rng.choice(self._ways())
+        )
 
     async def _chat(self, rng: random.Random) -> str:
         prompt = self._make_prompt(rng.randint(8, 80))
         ask = Ask(prompt, rng.randint(4, 48), _FREE, self._slo("chat", 250.0))
-        await rng.choice(self._ways())(ask)
+        await self._answer(ask, rng.choice(self._ways()))
         return ANSWERED
 
     async def _document(self, rng: random.Random) -> str:
         prompt = self._make_prompt(rng.randint(*_DOCUMENT_TOKENS))
         ask = Ask(prompt, rng.randint(1, 12), _FREE, self._slo("document", 30_000.0))
-        await rng.choice(self._ways())(ask)
+        await self._answer(ask, rng.choice(self._ways()))
         return ANSWERED
+
+    async def _crowd(self, rng: random.Random) -> str:
+        """More than the KV cache holds: the last one, most urgent, takes the blocks of a control in
+        the middle of its answer."""
+        number = rng.choice(self._controls.long)
+        control = self._controls.asks[number]
+        filler = Ask(self._make_prompt(_CROWD_TOKENS), _LEFT_TOKENS, _FREE, control.slo)
+        urgent = Ask(self._make_prompt(_CROWD_TOKENS), 1, _FREE, {"ttft_slo_ms": 10_000.0})
+        try:
+            async with self._stream(filler) as before:
+                await anext(before)
+                async with self._stream(control) as answer:
+                    texts = [(await anext(answer)).text]
+                    last = asyncio.ensure_future(self._answer(urgent, self.asker.grpc))
+                    try:
+                        texts += [delta.text async for delta in answer]
+                        await last
+                    finally:
+                        last.cancel()
+        except ServerError as error:
+            raise AnswerError(str(error)) from error
+        self._check(number, "".join(texts))
+        return ANSWERED
+
+    def _stream(self, ask: Ask) -> AsyncStream:
+        return self.asker.client.stream(
+            ask.prompt, max_tokens=ask.max_tokens, sampling=ask.sampling, **ask.slo
+        )
 
     async def _leaves(self, rng: random.Random) -> str:
         """A gRPC client that cancels, at any moment of its request."""
-        return await self._end_early(rng, lambda stream: stream.cancel())
+
+        async def leave(stream: AsyncStream) -> None:
+            stream.cancel()
+
+        return await self._end_early(rng, leave)
 
     async def _cancelled_by_id(self, rng: random.Random) -> str:
-        """Somebody else cancels it."""
+        """Somebody else cancels it, and is told whether there was anything to cancel."""
 
-        async def cancel(stream: Any) -> None:
-            await self.asker.client.cancel(stream.request_id)
+        async def cancel(stream: AsyncStream) -> bool:
+            return await self.asker.client.cancel(stream.request_id)
 
         return await self._end_early(rng, cancel)
 
-    async def _end_early(self, rng: random.Random, cancel: Callable[[Any], Any]) -> str:
-        from flowprefill_client import ServerError
-
+    async def _end_early(
+        self, rng: random.Random, cancel: Callable[[AsyncStream], Awaitable[bool | None]]
+    ) -> str:
+        begin_s = time.monotonic()
         prompt = self._make_prompt(rng.choice((20, 300, 1200)))
-        stream = self.asker.client.stream(prompt, max_tokens=200, sampling=_FREE)
+        stream = self._stream(Ask(prompt, _LEFT_TOKENS, _FREE, {}))
 
         async def read() -> None:
             async for _ in stream:
                 pass
 
         reading = asyncio.ensure_future(read())
+        was_cancelled = False
         try:
             await asyncio.wait({reading}, timeout=rng.uniform(0, 0.6))
-            pending = cancel(stream)
-            if pending is not None:
-                await pending
+            # So many are left that it cannot come to its end before the server hears of it.
+            is_surely_live = 0 < stream.completion().num_output_tokens <= _LEFT_TOKENS // 2
+            was_found = await cancel(stream)
             await reading
         except ServerError as error:
             if "cancelled" not in str(error):
                 raise AnswerError(str(error)) from error
+            was_cancelled = True
         finally:
             reading.cancel()
+        if fault := cancel_fault(was_found, was_cancelled, is_surely_live):
+            raise AnswerError(fault)
+        if is_surely_live:
+            self.record.departures_s.append((begin_s, time.monotonic()))
         return LEFT
 
     async def _disconnects(self, rng: random.Random) -> str:
@@ -222,32 +230,34 @@ class Traffic:
         bad = rng.choice(BAD_REQUESTS)
         server = self.asker.server
         base = server.http_url if bad.route == GENERATE else server.openai_url
-        _, text = await self.asker.post(f"{base}/{bad.route}", bad.data)
-        error = AnswerError(_error_of(text))
+        status, text = await self.asker.post(f"{base}/{bad.route}", bad.data)
+        error = AnswerError(error_of(text))
         if error.is_engine_lost:
             raise error
-        if bad.word not in str(error) or not str(error):
-            raise AnswerError(f"{bad.data[:80]!r} was answered {text!r}")
+        if fault := bad.fault(status, text):
+            raise AnswerError(fault)
         return REFUSED
 
     # ---- small parts ----
 
-    def _control_keys(self) -> list[tuple[int, int]]:
-        samplings = range(len(CONTROL_SAMPLINGS))
-        return [(p, s) for p in range(len(CONTROL_PROMPTS)) for s in samplings]
+    async def _answer(self, ask: Ask, way: _Way) -> str:
+        """The whole answer. Raises AnswerError if it has not as many tokens as were asked for."""
+        answer = await way(ask)
+        if answer.num_tokens != ask.max_tokens:
+            raise AnswerError(f"{answer.num_tokens} tokens where {ask.max_tokens} were asked for")
+        return answer.text
 
-    def _control_ask(self, key: tuple[int, int]) -> Ask:
-        prompt, sampling = key
-        return Ask(CONTROL_PROMPTS[prompt], CONTROL_TOKENS, CONTROL_SAMPLINGS[sampling], {})
-
-    async def _compare(self, key: tuple[int, int], send: Callable[[Ask], Awaitable[str]]) -> str:
-        text = await send(self._control_ask(key))
-        if text != self._first[key]:
-            self.record.num_changed += 1
-            self.record.note(f"control {key}: {text!r} instead of {self._first[key]!r}")
+    async def _compare(self, number: int, way: _Way) -> str:
+        self._check(number, await self._answer(self._controls.asks[number], way))
         return ANSWERED
 
-    def _ways(self) -> list[Callable[[Ask], Awaitable[str]]]:
+    def _check(self, number: int, text: str) -> None:
+        """Of a control."""
+        if fault := self._controls.fault(number, text):
+            self.record.num_changed += 1
+            self.record.note(fault)
+
+    def _ways(self) -> list[_Way]:
         a = self.asker
         return [a.grpc, a.generate_stream, a.completion, a.completion_stream]
 
@@ -255,10 +265,17 @@ class Traffic:
         return {"slo_class": name} if name in self._slo_classes else {"ttft_slo_ms": ttft_slo_ms}
 
 
-def _error_of(text: str) -> str:
-    """The error in a JSON body of either server; "" if it is none."""
-    try:
-        error = json.loads(text).get("error", "")
-    except (ValueError, AttributeError):
-        return ""
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+def cancel_fault(was_found: bool | None, was_cancelled: bool, is_surely_live: bool) -> str | None:
+    """What is wrong with the answer to a cancellation by id; None if nothing.
+
+    was_found: what it said; None: nobody asked. was_cancelled: what the request's client was told.
+    """
+    if was_found is None:
+        return None
+    if is_surely_live and not was_found:
+        return "a cancellation by id found nothing, and the request was in the middle of its answer"
+    if is_surely_live and not was_cancelled:
+        return "a cancellation by id said that it did, and the request was answered in full"
+    if was_cancelled and not was_found:
+        return "a cancellation by id found nothing, and the request ended as cancelled"
+    return None
