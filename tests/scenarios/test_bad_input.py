@@ -31,6 +31,8 @@ ELSEWHERE = {
         "tests/unit/test_engine.py::test_id_in_use_is_refused_and_its_owner_unharmed",
     ],
 }
+ANSWER_S = 60
+"""Within which a neighbour has its answer, or hangs."""
 PROMPTS = ("A lighthouse keeper", "Once upon a time", "First, boil the", "In the year 1900")
 CONTROL = {"temperature": 0, "ignore_eos": True, "max_tokens": 32}
 BAD_PROMPTS = ("", [""], [], [999999], [-1], [2**40], [1.5], ["a", 1])
@@ -66,10 +68,16 @@ def neighbours(server: TritonServer) -> Iterator[None]:
     done = threading.Event()
     texts: list[list[str]] = [[] for _ in PROMPTS]
 
+    failures: list[ServerError] = []
+
     def run(number: int) -> None:
         with Client(server.grpc_url, MODEL) as client:
-            while not done.is_set():
-                texts[number].append(client.generate(PROMPTS[number], sampling=CONTROL).text)
+            while not done.is_set() and not failures:
+                try:
+                    answer = client.generate(PROMPTS[number], sampling=CONTROL, timeout_s=ANSWER_S)
+                    texts[number].append(answer.text)
+                except ServerError as error:
+                    failures.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(PROMPTS))]
     for thread in threads:
@@ -77,7 +85,9 @@ def neighbours(server: TritonServer) -> Iterator[None]:
     yield
     done.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(2 * ANSWER_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
     assert [set(answers) for answers in texts] == [{text} for text in alone]
 
 

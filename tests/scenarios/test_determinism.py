@@ -98,8 +98,8 @@ def test_answers_do_not_depend_on_who_shares_the_batch(
     if kernels == "native":
         require_native("bfloat16")
     draw = random.Random(26)
-    solo = [alone(model, *prompts(0), kernels=kernels) for _ in range(2)]
-    assert solo[0] == solo[1]
+    solo = [alone(model, *prompts(0), kernels=kernels) for _ in range(5)]
+    assert all(again == solo[0] for again in solo)
     with running(model, kernels=kernels, granularity=granularity, max_slice_ms=0.001) as h:
         submit_among_long_prefills(h, prompts(0), draw)
         h.play()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from flowprefill.server import free_ports
+from flowprefill.server import UNLOAD_TIMEOUT_S, free_ports
 from flowprefill_client import Client, ServerError
 from tests.e2e.test_lifecycle import Served
 from tests.live_server import MODEL, wait_for
@@ -107,15 +108,22 @@ def test_within_the_limit_all_get_their_answers(tmp_path: Path) -> None:
         assert served.process.wait(60) == 0, served.log()
 
 
-@pytest.mark.parametrize("exit_timeout_s", [0, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exit_timeout_s", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 60))]
+)
 def test_at_the_limit_all_get_an_end(tmp_path: Path, exit_timeout_s: int) -> None:
     """Row 29, vllm#24885: SIGTERM drops all in-flight work; at the limit it is told so."""
     with serving(tmp_path, exit_timeout_s) as (served, clients, _), ThreadPoolExecutor(9) as pool:
-        sent = send_nine(clients, pool, stream_tokens=4000)
+        sent = send_nine(clients, pool, stream_tokens=8000)
+        begin_s = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         ends = [future.result() for future in sent]
+        code = served.process.wait(30)
+        took_s = time.monotonic() - begin_s
         assert all(end == "length" or "the server is stopping" in end for end in ends), ends
-        assert all("the server is stopping" in end for end in ends[:4])
-        assert served.process.wait(exit_timeout_s + 30) == 1
+        if exit_timeout_s < 60:  # a fast machine can do all of it in a minute
+            assert all("the server is stopping" in end for end in ends[:4])
         num_cut_short = sum(end != "length" for end in ends)
-        assert f"error: requests cut short at the exit timeout: {num_cut_short}" in served.log()
+        cut_short = f"error: requests cut short at the exit timeout: {num_cut_short}"
+        assert (code, cut_short in served.log()) == ((1, True) if num_cut_short else (0, False))
+        assert took_s <= exit_timeout_s + UNLOAD_TIMEOUT_S  # as docs/deploy.md has it

@@ -6,7 +6,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from flowprefill.bench.scenarios.base import Bar, Scenario
+from flowprefill.bench.bars import Bar
+from flowprefill.bench.scenarios.base import Scenario
 from flowprefill.bench.scenarios.rig import Rig
 from flowprefill.bench.session import Answer, Session
 from flowprefill.config import EngineConfig
@@ -15,6 +16,8 @@ from flowprefill.request import SLO
 _NUM_PROMPTS = 20
 _PROMPT_TOKENS = (8, 200)
 _ANSWER_TOKENS = 16
+_NUM_SOLO = 5
+"""Runs of them alone."""
 _NUM_LONG = 45
 _CHUNKS = "chunk:64"
 _PATIENT = SLO(ttft_s=3600.0, tbt_s=60.0)
@@ -22,7 +25,7 @@ _Answers = list[list[int]]
 
 
 def shared_batch(rig: Rig) -> list[Bar]:
-    """Greedy answers to 20 prompts alone, and beside 45 unrelated prefills of 64 C.
+    """Greedy answers to 20 prompts alone, five times, and beside 45 unrelated prefills of 64 C.
 
     Where the engine found its arithmetic to depend on the batch, the rates are only reported.
     """
@@ -32,7 +35,7 @@ def shared_batch(rig: Rig) -> list[Bar]:
         lengths = [draw.randint(*_PROMPT_TOKENS) for _ in range(_NUM_PROMPTS)]
         prompts = [session.random_prompt(length) for length in lengths]
         limit = 0.0 if session.engine.info.bit_invariant else None
-        solo = [_alone(session, prompts) for _ in range(rig.rounds)]
+        solo = [_alone(session, prompts) for _ in range(_NUM_SOLO)]
         cached = _together(session, prompts, long_tokens)
     config = dataclasses.replace(rig.config, enable_prefix_caching=False)
     with _session(rig, config) as session:

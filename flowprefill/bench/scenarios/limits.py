@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+from flowprefill.bench.bars import Bar
 from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.scenarios.base import Bar, Scenario
+from flowprefill.bench.scenarios.base import Scenario
 from flowprefill.bench.scenarios.rig import (
     Rig,
     reading,
@@ -23,6 +24,8 @@ from flowprefill.metrics import percentile
 from flowprefill_client import Client, ServerError
 
 _BURST = 200
+_BURST_TICKS = (1, 4)
+"""Of its prompts: the bound of requests is the first to be met, or the bound of tokens."""
 _MAX_WAITING = 16
 _MAX_WAITING_TICKS = 32
 _MOST_REJECT_S = 0.05
@@ -40,7 +43,8 @@ class _Reply:
 
 
 def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
-    """At most 16 requests and 32 C tokens may wait, and 200 requests of C tokens come at once.
+    """At most 16 requests and 32 C tokens may wait, and 200 requests come at once: of C tokens, of
+    which 16 may wait, then of 4 C, of which 8 may.
 
     Over the OpenAI endpoint, where a refusal is a 429 with Retry-After.
     """
@@ -48,34 +52,44 @@ def burst_beyond_the_queue(rig: Rig) -> list[Bar]:
         "max_waiting_requests": _MAX_WAITING,
         "max_waiting_tokens": rig.num_tokens(_MAX_WAITING_TICKS),
     }
-    replies: list[_Reply] = []
+    bars: list[Bar] = []
     with rig.model("bounded", **settings) as client:
         url = f"http://127.0.0.1:{rig.openai_port}/v1/completions"
         asyncio.run(_burst(url, [rig.prompt_of(1)]))  # the endpoint comes to know the model
-        for _ in range(rig.rounds):
-            wait_idle(client)
-            prompts = [rig.prompt_of(1) for _ in range(_BURST)]
-            replies += asyncio.run(_burst(url, prompts))
+        for num_ticks in _BURST_TICKS:
+            replies: list[_Reply] = []
+            for _ in range(rig.rounds):
+                wait_idle(client)
+                prompts = [rig.prompt_of(num_ticks) for _ in range(_BURST)]
+                replies += asyncio.run(_burst(url, prompts))
+            bars += _judge_burst(rig, num_ticks, replies)
         wait_idle(client)
         # Nobody waits: a prompt nearly as long as all that may wait is taken.
         (lone,) = asyncio.run(_burst(url, [rig.prompt_of(_MAX_WAITING_TICKS - 1)]))
         alone_s = _refusals_of_one(rig, client, url)
+    if lone.status != 200:
+        raise BenchmarkError(f"a prompt of {_MAX_WAITING_TICKS - 1} C alone: {lone.status}")
+    alone = Bar("a refusal while nobody else sends, p99", percentile(alone_s, 99), _MOST_REJECT_S)
+    return [*bars, alone]
+
+
+def _judge_burst(rig: Rig, num_ticks: int, replies: list[_Reply]) -> list[Bar]:
     rejected = [reply for reply in replies if reply.status == 429]
     accepted = [reply for reply in replies if reply.status == 200]
-    others = {reply.status for reply in [*replies, lone]} - {200, 429}
-    if others or not rejected or not accepted or lone.status != 200:
+    others = {reply.status for reply in replies} - {200, 429}
+    if others or not rejected or not accepted:
         raise BenchmarkError(f"{len(accepted)} accepted, {len(rejected)} refused, others: {others}")
     silent = sum(reply.retry_after is None for reply in rejected)
+    of = f"of {num_ticks} C"
     return [
-        Bar("a refusal, p99", percentile([r.first_s for r in rejected], 99), _MOST_REJECT_S),
-        Bar("a refusal while nobody else sends, p99", percentile(alone_s, 99), _MOST_REJECT_S),
+        Bar(f"{of}: a refusal, p99", percentile([r.first_s for r in rejected], 99), _MOST_REJECT_S),
         Bar(
-            "TTFT of accepted ones, p95",
+            f"{of}: TTFT of accepted ones, p95",
             percentile([r.first_s for r in accepted], 95),
             1.2 * _MAX_WAITING_TICKS * rig.tick_s,
         ),
-        Bar("refused without Retry-After", silent, 0, "requests"),
-        Bar("accepted", len(accepted) / rig.rounds, None, "of 200"),
+        Bar(f"{of}: refused without Retry-After", silent, 0, "requests"),
+        Bar(f"{of}: accepted", len(accepted) / rig.rounds, None, "of 200"),
     ]
 
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from flowprefill.bench.bars import Bar
 from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.scenarios.base import Bar, Scenario
+from flowprefill.bench.scenarios.base import Scenario
 from flowprefill.bench.scenarios.rig import (
     GREEDY,
     Rig,
@@ -25,7 +27,7 @@ from flowprefill.bench.scenarios.rig import (
 )
 from flowprefill.metrics import percentile
 from flowprefill.scheduler.ageing import PERIOD_S
-from flowprefill_client import Client, Completion
+from flowprefill_client import Client, Completion, Stream
 
 HIGH: dict[str, Any] = {"slo_class": "high"}
 LOW: dict[str, Any] = {"slo_class": "low"}
@@ -34,6 +36,7 @@ _MAX_GAP = 0.15
 _NUM_SHORTS = 8
 _SHORT_TOKENS = 64
 _SHORT_MAX_TOKENS = 16
+_HIGH_TOKENS = 16
 _LONG: dict[str, Any] = {"ttft_slo_ms": 60_000.0}
 
 
@@ -136,14 +139,19 @@ def prompts_back_to_back(rig: Rig) -> list[Bar]:
 class _Probes:
     """Times of the high requests of one scenario, seconds."""
 
+    max_tokens: int = 1
     ttft_s: list[float] = field(default_factory=list)
     queue_s: list[float] = field(default_factory=list)
     """From the arrival at the server to the first slice."""
+    largest_gap_s: list[float] = field(default_factory=list)
+    """Of each request, between two of its tokens; none for a single one."""
 
     def send(self, client: Client, prompt: str, objectives: dict[str, Any]) -> None:
         answer = client.generate(
-            prompt, max_tokens=1, sampling=GREEDY, return_timing=True, **objectives
+            prompt, max_tokens=self.max_tokens, sampling=GREEDY, return_timing=True, **objectives
         )
+        gaps_s = [after - before for before, after in pairwise(answer.delta_times_s)]
+        self.largest_gap_s += [max(gaps_s)] if gaps_s else []
         self.ttft_s.append(ttft_s(answer))
         assert answer.timing is not None
         self.queue_s.append(answer.timing["queue_s"])
@@ -157,20 +165,29 @@ class _Probes:
 
 
 def high_beside_full_slots(rig: Rig) -> list[Bar]:
-    """Four low streams take all of max_num_seqs=4, and one high request of 64 tokens comes."""
-    probes = _Probes()
+    """Four low streams take all of max_num_seqs=4, and one high request of 64 tokens comes, for 16.
+
+    Its gaps are held against those it has beside three of them, who leave it a place.
+    """
+    probes, beside_three = _Probes(_HIGH_TOKENS), _Probes(_HIGH_TOKENS)
     with rig.model("slots", max_num_seqs=4) as client:
         solo_s = [solo_ttft_s(rig, client, 64, **HIGH) for _ in range(2 * rig.rounds)]
+        streams, endless = list[Stream](), rig.max_model_len - 64
         with contextlib.ExitStack() as stack:
-            for _ in range(4):
-                stream = client.stream(rig.make_prompt(64), max_tokens=2000, sampling=GREEDY, **LOW)
-                stack.enter_context(stream)
-            wait_stats(client, lambda stats: stats["num_decoding"] == 4)
-            for _ in range(2 * rig.rounds):
-                probes.send(client, rig.make_prompt(64), HIGH)
+            for num_streams, sent in ((3, beside_three), (4, probes)):
+                while len(streams) < num_streams:
+                    low = client.stream(
+                        rig.make_prompt(64), max_tokens=endless, sampling=GREEDY, **LOW
+                    )
+                    streams.append(stack.enter_context(low))
+                wait_stats(client, lambda stats: stats["num_decoding"] == len(streams))
+                for _ in range(2 * rig.rounds):
+                    sent.send(client, rig.make_prompt(64), HIGH)
             if client.engine_stats()["num_decoding"] != 4:
                 raise BenchmarkError("the streams ended before the measurement did")
-    return probes.bars(rig, solo_s)
+    limit_s = median(beside_three.largest_gap_s) + 2 * rig.tick_s
+    gaps = Bar("its largest gap, median", median(probes.largest_gap_s), limit_s)
+    return [*probes.bars(rig, solo_s), gaps]
 
 
 def high_behind_thirty_low(rig: Rig) -> list[Bar]:
