@@ -38,7 +38,7 @@ class Prometheus:
         config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
         config["rule_files"] = [str(DOCKER / "prometheus" / "rules.yml")]
-        [job] = config["scrape_configs"]
+        job = next(j for j in config["scrape_configs"] if j["job_name"] == "flowprefill")
         del job["dns_sd_configs"]
         job["static_configs"] = [{"targets": [target]}]
         (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
