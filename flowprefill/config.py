@@ -93,10 +93,10 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """auto = bfloat16 where the device multiplies it natively, else float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    kernels: Literal["auto", "native", "torch"] = "auto"
-    """Operators of a CPU: native = the C++ kernels, or an error that says why there are none;
-    torch = plain torch; auto = native where they run and torch has nothing better. No effect on
-    cuda."""
+    kernels: Literal["auto", "native", "triton", "torch"] = "auto"
+    """Operators: native = the C++ kernels, of a CPU, triton = the Triton kernels, of cuda; either
+    one, or an error that says why there are none. torch = plain torch. auto = those of the device
+    where they run and torch has nothing better. native on cuda is auto."""
     max_model_len: int | None = None
     """Prompt + generated tokens of one request at most; None = the model's own limit."""
     max_num_seqs: int = 16

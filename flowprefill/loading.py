@@ -13,21 +13,18 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
 from flowprefill.executor.sampler import Sampler, SamplingState
-from flowprefill.host_cpu import cpu_flags, cpu_model
+from flowprefill.host_cpu import cpu_model
 from flowprefill.host_memory import available_bytes
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
-from flowprefill.native.library import NativeUnavailableError, build_name, load_library
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
+from flowprefill.programs.choice import choose_kernels, make_operators
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
-from flowprefill.programs.native_operators import NativeOperators, check_support
-from flowprefill.programs.operators import Operators
 from flowprefill.programs.program import RunSlice
-from flowprefill.programs.torch_operators import TorchOperators
 from flowprefill.programs.weights import DecoderWeights, load_weights
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.version import __version__
@@ -65,7 +62,7 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
     max_slice_s = config.max_slice_ms / 1000
     device = make_device(config.device, max_slice_s, config.num_threads)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    is_native = _use_native(config, spec, device, dtype, on_progress)
+    kernels = choose_kernels(config, spec, dtype, device.torch_device, on_progress)
     weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
     on_progress("prepare operators", 0.0)
     content = _content(spec, weights)
@@ -77,39 +74,13 @@ def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
         head_dim=spec.head_dim,
         dtype=dtype,
         device=device.torch_device,
-        is_packed=is_native,
+        is_packed=kernels == "native",
     )
-    operators: Operators
-    if is_native:
-        operators = NativeOperators(spec, weights, cache, device.num_threads)
-    else:
-        operators = TorchOperators(spec, weights, cache)
-    limits = device.slice_limits(spec, dtype, max_slice_s, is_native)
+    operators, build = make_operators(kernels, spec, weights, cache, device.num_threads)
+    limits = device.slice_limits(spec, dtype, max_slice_s, kernels != "torch")
     program = DecoderProgram(spec, operators, limits)
     on_progress("prepare operators", 1.0)
-    kernels = f"native {build_name()}" if is_native else "torch"
-    return LoadedModel(spec, device, dtype, cache, program, content, kernels)
-
-
-def _use_native(
-    config: EngineConfig,
-    spec: ModelSpec,
-    device: Device,
-    dtype: torch.dtype,
-    on_progress: OnProgress,
-) -> bool:
-    """Whether the native kernels run this model. Raises ConfigError if they should and cannot."""
-    if device.torch_device.type != "cpu" or config.kernels == "torch":
-        return False
-    try:
-        check_support(spec, dtype, config.block_size, cpu_flags())
-        load_library()
-    except NativeUnavailableError as error:
-        if config.kernels == "native":
-            raise ConfigError(f"model.json: kernels='native': {error}") from error
-        on_progress(f"no native kernels, torch's operators instead: {error}", 1.0)
-        return False
-    return True
+    return LoadedModel(spec, device, dtype, cache, program, content, build)
 
 
 def _content(spec: ModelSpec, weights: DecoderWeights) -> str:

@@ -6,6 +6,7 @@ is also what delays a preemption, so a bounded window of slices is in flight.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Protocol
 
@@ -30,7 +31,10 @@ class Device(Protocol):
     def slice_limits(
         self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
     ) -> SliceLimits:
-        """Rows per slice: constants of model, device class, dtype and kernels."""
+        """Rows per slice: constants of model, device class, dtype and kernels.
+
+        is_native: the kernels are our own, not torch's
+        """
         ...
 
     def use_in_this_thread(self) -> None:
@@ -134,6 +138,16 @@ class LaunchWindow:
             self._in_flight.popleft()[0].synchronize()
 
 
+def fix_products() -> None:
+    """Have cuBLAS give a product the same bits each time; before the first one.
+
+    https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # parts of a sum stay fp32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 class CudaDevice:
     """One compute stream, slices launched ahead within a LaunchWindow."""
 
@@ -146,6 +160,7 @@ class CudaDevice:
     def __init__(self, max_slice_s: float, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("model.json: device='cuda': torch finds no CUDA device")
+        fix_products()
         self.torch_device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._window = LaunchWindow(max_slice_s)
@@ -166,6 +181,7 @@ class CudaDevice:
             self._ATTENTION_FLOPS,
             self._BYTES_PER_S,
             dtype.itemsize,
+            NATIVE_KEY_TILES if is_native else TORCH_KEY_TILES,
         )
 
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowprefill.granularity import Granularity
 from flowprefill.interrupt import Interrupt
+from flowprefill.programs.host_copies import to_device
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Operators, Rows, SliceRun, slice_ends
 from flowprefill.programs.program import SequenceInput, SliceCost
@@ -196,7 +197,7 @@ class DecoderState:
         if all(span.end - span.start == 1 for span in spans):  # a decode step: no time to lose
             slots = [t.slot(s.start) for t, s in zip(tables, spans, strict=True)]
             positions = [s.start for s in spans]
-            return Rows(*torch.tensor([positions, slots], device=device))
+            return Rows(*to_device([positions, slots], device))
         ranges = [torch.arange(s.start, s.end, device=device) for s in spans]
         slot_ranges = [t.slots(s.start, s.end) for t, s in zip(tables, spans, strict=True)]
         return Rows(torch.cat(ranges), torch.cat(slot_ranges))
@@ -242,19 +243,20 @@ class DecoderState:
         if piece.sequence is not None:
             return Attended([self._inputs[piece.sequence].table], [piece.position])
         rows, each = slice(piece.start, piece.end), self._one_row_each
-        return Attended(each.tables[rows], each.first[rows])
+        return Attended(each.tables[rows], each.first[rows], is_newest=True)
 
     @cached_property
     def _one_row_each(self) -> Attended:
         """The last token of each sequence; not for chunks, whose last token is another each."""
         spans, _ = self._passes[-1]
-        return Attended([i.table for i in self._inputs], [span.end - 1 for span in spans])
+        tables = [i.table for i in self._inputs]
+        return Attended(tables, [span.end - 1 for span in spans], is_newest=True)
 
     def _run_head(self) -> None:
         """The last layer and the logits, for the last row of each sequence."""
         spans, _ = self._passes[self._pass]
-        last = torch.tensor([s.end - s.start for s in spans]).cumsum(0) - 1
-        last = last.to(self._hidden.device)
+        ends = itertools.accumulate(s.end - s.start for s in spans)
+        last = to_device([end - 1 for end in ends], self._hidden.device)
         hidden, rows = self._hidden[last], self._rows[last]
         q = self._q.new_empty(len(spans), self._q.shape[1])
         operators = self._program.operators

@@ -1,7 +1,7 @@
 """Operators: what the slices of a decoder are made of, and what they work on.
 
 A pass owns its rows (residual stream, queries, positions); the operators own weights and KV cache.
-TorchOperators runs anywhere; NativeOperators is the quick path of a CPU.
+TorchOperators runs anywhere; NativeOperators is the quick path of a CPU, TritonOperators of CUDA.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
+from flowprefill.programs.host_copies import to_device
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Attended:
     tables: Sequence[BlockTable]
     first: Sequence[int]
     """Position of each sequence's first query row."""
+    is_newest: bool = False
+    """Of each sequence its newest token alone: a decode step, or the head of a prefill."""
 
     @cached_property
     def addresses(self) -> Addresses:
@@ -57,6 +60,22 @@ class Attended:
         return Addresses(
             array("q", [tensor.data_ptr() for tensor in ids]), array("q", self.first), ids
         )
+
+    def placed(self, num_rows: int) -> Tensor:
+        """The same on the tables' device, for kernels there: kernels.attention's `sequences`.
+
+        num_rows: query rows of each sequence, packed
+        """
+        if num_rows not in self._placed:
+            tables, first = self.addresses.tables, self.first
+            edges = range(0, (len(tables) + 1) * num_rows, num_rows)
+            described = list(zip(tables, first, edges, edges[1:], strict=False))
+            self._placed[num_rows] = to_device(described, self.tables[0].ids.device)
+        return self._placed[num_rows]
+
+    @cached_property
+    def _placed(self) -> dict[int, Tensor]:
+        return {}
 
 
 Ends: TypeAlias = "array[int]"

@@ -13,6 +13,7 @@ from flowprefill.ops.linear import Linear
 from flowprefill.ops.mlp import silu_and_mul
 from flowprefill.ops.rmsnorm import rmsnorm
 from flowprefill.ops.rope import RotaryTable
+from flowprefill.programs.host_copies import to_device
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Rows, SliceRun
 from flowprefill.programs.rope_frequencies import rope_frequencies
@@ -53,7 +54,7 @@ class TorchOperators:
         self._query_scale = query_scale(spec.head_dim)
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
-        return self._embed[torch.tensor(token_ids, device=self._device)]
+        return self._embed[to_device(token_ids, self._device)]
 
     def qkv(self, layer: int, hidden: Tensor, rows: Rows, q: Tensor) -> None:
         spec, weights = self._spec, self._layers[layer]

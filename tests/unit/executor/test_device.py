@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 
 from flowprefill.clock import VirtualClock
 from flowprefill.errors import ConfigError
-from flowprefill.executor.device import CpuDevice, CudaDevice, LaunchWindow, make_device
+from flowprefill.executor.device import (
+    CpuDevice,
+    CudaDevice,
+    LaunchWindow,
+    fix_products,
+    make_device,
+)
 from flowprefill.interrupt import Interrupt
 from tests.unit.programs.test_slices import make_spec
 
@@ -202,6 +209,18 @@ class TestCpuDevice:
             for n in (1, 4)
         )
         assert one.tile_rows < four.tile_rows and one.attention_work < four.attention_work
+
+
+def test_cublas_gets_a_workspace_of_fixed_size_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    fix_products()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fix_products()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 @pytest.mark.usefixtures("keep_threads")
