@@ -21,7 +21,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._packed = weight.device.type == "cpu" and has_packed_product(weight.dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -33,3 +33,10 @@ class Linear:
             x = x.expand(2, -1).contiguous()
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y[:num_rows]
+
+
+def has_packed_product(dtype: torch.dtype) -> bool:
+    """oneDNN's bf16 wants AVX-512; without it torch's own product is slow, but it is there."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
