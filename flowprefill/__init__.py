@@ -17,6 +17,7 @@ _HOME = {
     "TokenOutput": "flowprefill.request",
     "FinishReason": "flowprefill.request",
     "SamplingParams": "flowprefill.sampling_params",
+    "preemptible": "flowprefill.hooks.preemptible",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -97,6 +97,12 @@ class EngineConfig:
     """Operators: native = the C++ kernels, of a CPU, triton = the Triton kernels, of cuda; either
     one, or an error that says why there are none. torch = plain torch. auto = those of the device
     where they run and torch has nothing better. native on cuda is auto."""
+    program: Literal["auto", "native", "hooks"] = "auto"
+    """native = our own operators, or an error that says which architectures have them; hooks = the
+    transformers model itself, suspended at its modules; auto = native where there is one."""
+    hook_boundaries: tuple[str, ...] = ()
+    """hooks: class names of the modules before which a pass may be left; none = the token mixer and
+    the MLP, or mixture of experts, of each layer."""
     max_model_len: int | None = None
     """Prompt + generated tokens of one request at most; None = the model's own limit."""
     max_num_seqs: int = 16
@@ -191,6 +197,8 @@ class EngineConfig:
         if not isinstance(classes, (list, tuple)):
             raise _error("slo_classes", classes, "a list of objects")
         fields["slo_classes"] = tuple(map(SLOClass.from_dict, classes))
+        if isinstance(fields.get("hook_boundaries"), list):
+            fields["hook_boundaries"] = tuple(fields["hook_boundaries"])
         return EngineConfig(**fields)
 
     @staticmethod

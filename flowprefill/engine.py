@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from flowprefill.admission import Admission
 from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
+from flowprefill.engine_model import load_for_engine
 from flowprefill.errors import (
     EngineDeadError,
     InvalidParameterError,
@@ -30,9 +31,8 @@ from flowprefill.inbox import Inbox
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.kv.prefix import prefix_keys
-from flowprefill.loading import OnProgress, load_model, profile_model
+from flowprefill.loading import OnProgress
 from flowprefill.passes import Passes
-from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.recorder import PartedTimeline, Recorder
 from flowprefill.request import Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook
@@ -101,14 +101,11 @@ class Engine:
         on_progress(stage, fraction): while loading, on the calling thread.
         """
         report = on_progress or (lambda stage, fraction: None)
-        self._config = config
         self._clock = MonotonicClock()
-        self._model = model = load_model(config, report)
-        profile = profile_model(model, self._clock, report)
-        granularity = Granularity.parse(config.granularity)
-        self._predictor = FittedPredictor.from_profile(
-            profile, model.spec.num_layers, model.program.limits, granularity
-        )
+        loaded = load_for_engine(config, self._clock, report)
+        self._config = config = loaded.config
+        self._model = model = loaded.model
+        self._predictor = loaded.predictor
         # Sums that predictions share are built here, not in the first long request.
         self._predictor.prefill_s(model.spec.max_position_embeddings)
         self._pool = BlockPool(model.cache.num_blocks, config.block_size)
@@ -128,7 +125,7 @@ class Engine:
             num_kv_blocks=model.cache.num_blocks,
             block_size=config.block_size,
             kernels=model.kernels,
-            bit_invariant=profile.is_bit_invariant,
+            bit_invariant=loaded.is_bit_invariant,
         )
         self._interrupt = Interrupt(self._clock)
         self._inbox: Inbox[_Message] = Inbox(self._clock, self._interrupt)

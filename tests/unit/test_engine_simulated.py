@@ -95,7 +95,7 @@ class Played:
         with (
             mock.patch("flowprefill.loading.make_device", lambda *args: device),
             mock.patch("flowprefill.engine.MonotonicClock", lambda: device.clock),
-            mock.patch("flowprefill.engine.profile_model", device.profile_slowly),
+            mock.patch("flowprefill.engine_model.profile_model", device.profile_slowly),
         ):
             self.engine = device.engine = Engine(config, lambda output: None)
         self._decide = self.engine._scheduler.decide

@@ -1,0 +1,173 @@
+"""From EngineConfig to a transformers model that can run as a HookedProgram.
+
+transformers and greenlet are optional: this package is imported only where model.json, or an
+architecture without a native program, asks for it. Nothing is downloaded, no code of a model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowprefill.clock import Clock
+from flowprefill.config import EngineConfig
+from flowprefill.errors import ConfigError, ModelLoadError
+from flowprefill.executor.device import Device
+from flowprefill.granularity import Granularity
+from flowprefill.hooks.availability import check_available, read_json
+from flowprefill.hooks.causal_lm import CausalLM
+from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_predictor
+from flowprefill.hooks.program import HookedProgram
+from flowprefill.kv.block_table import BlockTable
+from flowprefill.predictor.profile import Profile
+
+_CPU_TILE_ROWS = 256
+_CUDA_TILE_ROWS = 2048
+"""Tokens of one forward pass in granularity `tile`: boundaries are as close as a pass is short."""
+_DEFAULT_MAX_LEN = 8192
+"""Of a model that knows no limit, as recurrent ones do."""
+
+OnProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class HookedSpec:
+    """What the engine must know of a model."""
+
+    architecture: str
+    max_position_embeddings: int
+    """The engine's max_model_len."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CountedBlocks:
+    """A KV cache that is only counted: keys and values are in each sequence's own cache object."""
+
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class HookedModel:
+    """A model on its device; what LoadedModel is for native programs."""
+
+    config: EngineConfig
+    """Without prefix caching."""
+    spec: HookedSpec
+    device: Device
+    dtype: torch.dtype
+    cache: CountedBlocks
+    program: HookedProgram
+    kernels: str
+
+    def profile(self, clock: Clock, on_progress: OnProgress) -> Profile:
+        """Seconds of passes; nothing else may use the program meanwhile."""
+        cache = self.cache
+
+        def new_tables(num_sequences: int, num_tokens: int) -> list[BlockTable]:
+            count = -(-num_tokens // cache.block_size)
+            if num_sequences * count > cache.num_blocks:
+                return []
+            ranges = [range(i * count, (i + 1) * count) for i in range(num_sequences)]
+            return [BlockTable(r, cache.block_size, self.device.torch_device) for r in ranges]
+
+        profiler = HookedProfiler(
+            self.program, self.device.wait, clock, new_tables, self.spec.vocab_size
+        )
+        max_tokens = min(self.spec.max_position_embeddings, cache.num_blocks * cache.block_size)
+        return profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
+
+    def predictor(self, profile: Profile, granularity: Granularity) -> HookedPredictor:
+        return make_predictor(profile, self.program, granularity)
+
+
+def load_hooked(
+    config: EngineConfig,
+    path: Path,
+    device: Device,
+    kv_bytes: Callable[[int], tuple[int, str]],
+    on_progress: OnProgress,
+) -> HookedModel:
+    """Load the transformers model in the folder `path`.
+
+    kv_bytes: from the bytes of one request of max_model_len, those that the KV cache may have, and
+    in words the setting that says so
+    Raises ConfigError, ModelLoadError or UnsupportedArchitectureError.
+    """
+    architecture = check_available(path)
+    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    on_progress("load weights", 0.0)
+    model = _load(path, dtype).to(device.torch_device)
+    on_progress("load weights", 1.0)
+    spec = _spec(model.config, path, architecture, config.max_model_len)
+    program = HookedProgram(CausalLM(model, config.hook_boundaries), _tile_rows(device))
+    cache = CountedBlocks(
+        _num_blocks(program.lm, spec, config.block_size, kv_bytes), config.block_size
+    )
+    config = replace(config, enable_prefix_caching=False)
+    return HookedModel(config, spec, device, dtype, cache, program, _kernels())
+
+
+def _load(path: Path, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # of many kinds, all of them the model's
+        raise ModelLoadError(f"{path}: transformers cannot load it: {error}") from error
+    return model.eval()
+
+
+def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -> HookedSpec:
+    limit = getattr(keys, "max_position_embeddings", None)
+    if limit and max_model_len and max_model_len > limit:
+        raise ConfigError(
+            f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
+        )
+    if max_model_len == 1:
+        raise ConfigError("model.json: max_model_len=1: must hold a prompt and its answer; >= 2")
+    eos = keys.eos_token_id
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id") or eos
+    ids = eos if isinstance(eos, list) else [eos]
+    return HookedSpec(
+        architecture,
+        max_model_len or limit or _DEFAULT_MAX_LEN,
+        keys.vocab_size,
+        tuple(int(i) for i in ids if i is not None),
+    )
+
+
+def _num_blocks(
+    lm: CausalLM, spec: HookedSpec, block_size: int, kv_bytes: Callable[[int], tuple[int, str]]
+) -> int:
+    """Blocks that the memory holds if each is the first of a sequence: a recurrent state is as
+    large for one token as for many."""
+    block_bytes = lm.token_bytes * block_size + lm.sequence_bytes
+    need = -(-spec.max_position_embeddings // block_size) * block_bytes
+    memory, setting = kv_bytes(need)
+    smallest = min(need, 16 * block_bytes)
+    if memory < smallest:
+        raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
+    return memory // block_bytes
+
+
+def _tile_rows(device: Device) -> int:
+    return _CUDA_TILE_ROWS if device.torch_device.type == "cuda" else _CPU_TILE_ROWS
+
+
+def _kernels() -> str:
+    import transformers
+
+    return f"transformers {transformers.__version__}"
