@@ -67,10 +67,12 @@ class Compiled:
 def cases(head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Case]:
     """The kernels at the shapes of Llama-3.1-8B, attention at each of these head_dims; bf16."""
     block, num_warps = rmsnorm.block_of(_HIDDEN)
-    sizes = {"HAS_DELTA": True, "BLOCK": block}
-    yield Case("add_rmsnorm", rmsnorm.rmsnorm_kernel, sizes, num_warps)
-    sizes = {"BLOCK": activation.BLOCK}
-    yield Case("silu_and_mul", activation.silu_and_mul_kernel, sizes, activation.NUM_WARPS)
+    constants: dict[str, Any] = {"HAS_DELTA": True, "BLOCK": block}
+    yield Case("add_rmsnorm", rmsnorm.rmsnorm_kernel, constants, num_warps)
+    constants = {"HAS_DELTA": False, "BLOCK": block, "delta_ptr": None}
+    yield Case("rmsnorm", rmsnorm.rmsnorm_kernel, constants, num_warps)
+    constants = {"BLOCK": activation.BLOCK}
+    yield Case("silu_and_mul", activation.silu_and_mul_kernel, constants, activation.NUM_WARPS)
     for head_dim in head_dims:
         yield from _of_head_dim(head_dim)
 
@@ -82,7 +84,9 @@ def _of_head_dim(head_dim: int) -> Iterator[Case]:
         "HEAD_DIM": head_dim,
         "HEAD_DIM_POW2": triton.next_power_of_2(head_dim),
     }
-    norm = {"HEAD_BLOCK": rope.HEAD_BLOCK, "HAS_NORM": True}
+    norm: dict[str, Any] = {"HEAD_BLOCK": rope.HEAD_BLOCK, "HAS_NORM": True}
+    yield Case(f"norm and rope d{head_dim}", rope.rope_kernel, {**heads, **norm}, rope.NUM_WARPS)
+    norm |= {"HAS_NORM": False, "q_norm_ptr": None, "k_norm_ptr": None}
     yield Case(f"rope d{head_dim}", rope.rope_kernel, {**heads, **norm}, rope.NUM_WARPS)
     prefill = attention.prefill_tiling(head_dim, torch.bfloat16)
     decode = attention.decode_tiling(head_dim, torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowprefill.kv.cache import MAX_KEY_TILE
+from flowprefill.kv.host_copies import to_device
 
 
 class BlockTable:
@@ -40,7 +41,7 @@ class BlockTable:
             longer[:start] = self.ids[:start]
             self.ids = longer
         self._block_ids += block_ids
-        self.ids[start:end] = torch.tensor(block_ids, dtype=torch.int64, device=self.ids.device)
+        self.ids[start:end] = to_device(block_ids, self.ids.device)
         self.is_contiguous &= all(b == self.first + i for i, b in enumerate(block_ids, start))
         self.num_blocks = end
 

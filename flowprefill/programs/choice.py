@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -19,6 +20,7 @@ from flowprefill.programs.native_operators import NativeOperators
 from flowprefill.programs.operators import Operators
 from flowprefill.programs.torch_operators import TorchOperators
 from flowprefill.programs.weights import DecoderWeights
+from flowprefill.user_cache import user_cache_directory
 
 Kernels: TypeAlias = Literal["native", "triton", "torch"]
 _NAMES = {"native": "native kernels", "triton": "Triton kernels"}
@@ -58,6 +60,8 @@ def _check_triton(
         from flowprefill.programs import triton_operators
     except ImportError as error:
         raise TritonUnavailableError(f"they need the package triton: {error}") from error
+    # ~/.triton by default, in a container often not there or gone with it
+    os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_directory("triton")))
     triton_operators.check_support(spec, dtype, block_size, device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowprefill.granularity import Granularity
 from flowprefill.interrupt import Interrupt
-from flowprefill.programs.host_copies import to_device
+from flowprefill.kv.host_copies import to_device
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Operators, Rows, SliceRun, slice_ends
 from flowprefill.programs.program import SequenceInput, SliceCost

@@ -17,7 +17,7 @@ from torch import Tensor
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import KVCache
-from flowprefill.programs.host_copies import to_device
+from flowprefill.kv.host_copies import to_device
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flowprefill.kv.cache import KVCache
+from flowprefill.kv.host_copies import to_device
 from flowprefill.ops.attention import paged_attention, query_scale
 from flowprefill.ops.linear import Linear
 from flowprefill.ops.mlp import silu_and_mul
 from flowprefill.ops.rmsnorm import rmsnorm
 from flowprefill.ops.rope import RotaryTable
-from flowprefill.programs.host_copies import to_device
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Rows, SliceRun
 from flowprefill.programs.rope_frequencies import rope_frequencies

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.triton_kernels import (  # first: it skips where triton is not installed
+    DEVICE,
+    quick_interpreter,
+    row_by_row,
+)
+
+# isort: split
+
 from flowprefill.kernels.attention import Tiling, decode_tiling, paged_attention, prefill_tiling
-from tests.triton_kernels import DEVICE
 from tests.unit.ops.test_attention import TOLERANCE, Case
+
+__all__ = ["quick_interpreter", "row_by_row"]
 
 BULK = Tiling(rows=32, keys=16, split=8192, num_warps=4, num_stages=2)
 SPLIT = Tiling(rows=16, keys=16, split=32, num_warps=4, num_stages=2)
@@ -63,7 +72,7 @@ def assert_near_reference(
     outs = attend(case, rows, first, tiling)
     for i, (out, position) in enumerate(zip(outs, first, strict=True)):
         expected = case.reference(rows[i], position, i)
-        torch.testing.assert_close(out.double(), expected, **TOLERANCE[torch.float32])
+        torch.testing.assert_close(out.double(), expected, **TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 31, 32, 33, 70])
@@ -83,10 +92,22 @@ def test_rows_across_edges_equal_the_reference(
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("make_tiling", [prefill_tiling, decode_tiling])
-def test_tilings_of_the_models_equal_the_reference(make_tiling: object, head_dim: int) -> None:
-    tiling = make_tiling(head_dim, torch.float32)  # type: ignore[operator]
+def test_tilings_of_the_models_equal_the_reference(
+    make_tiling: Callable[[int, torch.dtype], Tiling], head_dim: int
+) -> None:
+    tiling = make_tiling(head_dim, torch.float32)
     case = make_case([70], (4, 2, head_dim))
     assert_near_reference(case, [20], [50], replace(tiling, split=64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("make_tiling", [prefill_tiling, decode_tiling])
+def test_bf16_equals_the_reference(
+    make_tiling: Callable[[int, torch.dtype], Tiling], head_dim: int
+) -> None:
+    case = Case([1200], 8, 2, head_dim, torch.bfloat16)
+    assert_near_reference(case, [300], [900], make_tiling(head_dim, torch.bfloat16))
 
 
 def test_sequences_of_different_contexts_and_rows_equal_the_reference(tiling: Tiling) -> None:

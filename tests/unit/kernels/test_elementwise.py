@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.triton_kernels import DEVICE  # first: it skips where triton is not installed
+
+# isort: split
+
 from flowprefill.kernels.activation import silu_and_mul
 from flowprefill.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from flowprefill.kernels.rope import HeadNorms, rope_and_write
 from flowprefill.ops import mlp as torch_mlp
 from flowprefill.ops import rmsnorm as torch_rmsnorm
 from flowprefill.ops.rope import RotaryTable
-from tests.triton_kernels import DEVICE
 
 EPS = 1e-5
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}

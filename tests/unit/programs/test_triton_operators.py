@@ -5,11 +5,19 @@ In triton's interpreter, so the models are tiny and the prompts short.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.triton_kernels import (  # first: it skips where triton is not installed
+    quick_interpreter,
+    row_by_row,
+)
+
+# isort: split
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
@@ -18,9 +26,9 @@ from flowprefill.loading import LoadedModel, load_model
 from flowprefill.programs import choice
 from flowprefill.programs.slices import SliceLimits
 from flowprefill.programs.triton_operators import TritonOperators, build_name, triton
+from flowprefill.user_cache import user_cache_directory
 from tests.factories import write_tiny_model
 from tests.property.test_park_anywhere import check
-from tests.triton_kernels import quick_interpreter, row_by_row
 from tests.unit.native.decoders import make_spec
 from tests.unit.programs.runs import CPU, Runner, load_quietly, random_tokens
 
@@ -93,6 +101,16 @@ class TestChoice:
         model, stages = self.load(directories["llama"], kernels="triton")
         assert model.kernels == f"triton {build_name()}" and stages == []
         assert not model.cache.is_packed
+
+    @pytest.mark.parametrize("own", [None, "/somewhere"])
+    def test_compiled_kernels_are_kept_in_the_user_s_cache_unless_told_otherwise(
+        self, own: str | None, directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", own or "")
+        if own is None:
+            monkeypatch.delenv("TRITON_CACHE_DIR")
+        self.load(directories["llama"], kernels="triton")
+        assert os.environ["TRITON_CACHE_DIR"] == (own or str(user_cache_directory("triton")))
 
     def test_auto_on_a_cpu_never_takes_them(self, directories: dict[str, Path]) -> None:
         model, _ = self.load(directories["llama"])
