@@ -1,0 +1,73 @@
+"""Triton kernels on a card, in bf16: a pass parked anywhere has the bits of one never parked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton_kernels import DEVICE  # first: it skips where triton is not installed
+
+# isort: split
+
+from flowprefill.config import EngineConfig
+from flowprefill.granularity import Granularity
+from flowprefill.kv.block_table import BlockTable
+from flowprefill.loading import LoadedModel, load_model
+from flowprefill.programs.program import ProgramState, SequenceInput
+from flowprefill.programs.slices import SliceLimits
+from tests.factories import write_tiny_model
+from tests.unit.programs.runs import random_tokens, run_to_end
+
+LIMITS = SliceLimits(tile_rows=32, attention_work=16 * 64, mlp_rows=16)
+LENGTHS = (70, 33, 50)
+GRANULARITIES = ("tile", "op", "chunk:20")
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path = write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", num_layers=2)
+    # the interpreter has no bf16 product
+    dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
+    config = EngineConfig(str(path), device=DEVICE.type, dtype=dtype, kernels="triton")
+    loaded = load_model(config, lambda stage, fraction: None)
+    loaded.program.limits = LIMITS
+    return loaded
+
+
+def start_all(model: LoadedModel) -> list[ProgramState]:
+    """A prefill of each length and granularity, on blocks of its own dealt at random."""
+    cache = model.cache
+    blocks = random.Random(0).sample(range(cache.num_blocks), cache.num_blocks)
+    states: list[ProgramState] = []
+    for i, (length, granularity) in enumerate(zip(LENGTHS, GRANULARITIES, strict=True)):
+        num_blocks = -(-length // cache.block_size)
+        table = BlockTable(blocks[:num_blocks], cache.block_size, DEVICE)
+        del blocks[:num_blocks]
+        prompt = SequenceInput(random_tokens(length, seed=i), 0, table)
+        states.append(model.program.prefill([prompt], Granularity.parse(granularity)))
+    return states
+
+
+def interleaved(states: list[ProgramState]) -> list[Tensor]:
+    """Logits of passes of which a random one runs its next slice, until all are done."""
+    draw, waiting = random.Random(1), list(states)
+    while waiting:
+        state = draw.choice(waiting)
+        state.run_slice()
+        if state.is_done:
+            waiting.remove(state)
+    return [state.logits for state in states]
+
+
+def test_parking_changes_no_bit(model: LoadedModel) -> None:
+    alone = [run_to_end(state) for state in start_all(model)]
+    model.cache.k.fill_(torch.nan)
+    model.cache.v.fill_(torch.nan)
+    for ours, theirs in zip(interleaved(start_all(model)), alone, strict=True):
+        assert ours.isfinite().all()
+        assert torch.equal(ours, theirs)
