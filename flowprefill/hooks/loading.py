@@ -6,6 +6,7 @@ architecture without a native program, asks for it. Nothing is downloaded, no co
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,11 @@ from flowprefill.hooks.availability import check_available, read_json
 from flowprefill.hooks.causal_lm import CausalLM
 from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_predictor
 from flowprefill.hooks.program import HookedProgram
+from flowprefill.host_cpu import cpu_model
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.profile import Profile
+from flowprefill.predictor.profile_cache import Key, ProfileCache
+from flowprefill.version import __version__
 
 _CPU_TILE_ROWS = 256
 _CUDA_TILE_ROWS = 2048
@@ -68,7 +72,30 @@ class HookedModel:
     kernels: str
 
     def profile(self, clock: Clock, on_progress: OnProgress) -> Profile:
-        """Seconds of passes; nothing else may use the program meanwhile."""
+        """Seconds of passes, of an earlier load if there was one; nothing else may use the program
+        meanwhile."""
+        kept, key = ProfileCache(ProfileCache.default_directory()), self._profile_key()
+        profiler = self._profiler(clock)
+        found = kept.load(key)
+        if found:
+            profiler.warm_up(self.max_tokens)
+            on_progress("profile from the cache", 1.0)
+            return found
+        profile = profiler.profile(
+            self.max_tokens, lambda fraction: on_progress("profile", fraction)
+        )
+        problem = kept.try_store(key, profile)
+        if problem:
+            on_progress(f"profile not kept for later loads: {problem}", 1.0)
+        return profile
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a sequence that fits into the model and the cache."""
+        capacity = self.cache.num_blocks * self.cache.block_size
+        return min(self.spec.max_position_embeddings, capacity)
+
+    def _profiler(self, clock: Clock) -> HookedProfiler:
         cache = self.cache
 
         def new_tables(num_sequences: int, num_tokens: int) -> list[BlockTable]:
@@ -78,11 +105,27 @@ class HookedModel:
             ranges = [range(i * count, (i + 1) * count) for i in range(num_sequences)]
             return [BlockTable(r, cache.block_size, self.device.torch_device) for r in ranges]
 
-        profiler = HookedProfiler(
-            self.program, self.device.wait, clock, new_tables, self.spec.vocab_size
-        )
-        max_tokens = min(self.spec.max_position_embeddings, cache.num_blocks * cache.block_size)
-        return profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
+        vocab_size = self.spec.vocab_size
+        return HookedProfiler(self.program, self.device.wait, clock, new_tables, vocab_size)
+
+    def _profile_key(self) -> Key:
+        """Everything that seconds of passes depend on."""
+        device = self.device.torch_device
+        is_cuda = device.type == "cuda"
+        return {
+            "flowprefill": __version__,
+            "torch": torch.__version__,
+            "program": "hooks",
+            "architecture": self.spec.architecture,
+            "model": _content(self.program.lm.model),
+            "kernels": self.kernels,
+            "dtype": str(self.dtype),
+            "device": torch.cuda.get_device_name(device) if is_cuda else cpu_model(),
+            "num_threads": self.device.num_threads,
+            "num_slices": self.program.lm.num_slices,
+            "block_size": self.cache.block_size,
+            "max_tokens": self.max_tokens,
+        }
 
     def predictor(self, profile: Profile, granularity: Granularity) -> HookedPredictor:
         return make_predictor(profile, self.program, granularity)
@@ -147,6 +190,16 @@ def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -
         keys.vocab_size,
         tuple(int(i) for i in ids if i is not None),
     )
+
+
+def _content(model: nn.Module) -> str:
+    """Digest of names, shapes and some numbers of each weight: tells models apart."""
+    content = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        content.update(f"{name} {tuple(weight.shape)}".encode())
+        some = weight.detach().flatten()[:16].cpu().contiguous()
+        content.update(some.view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
 
 
 def _num_blocks(

@@ -7,6 +7,7 @@ seconds are linear in the rows (with knots), and in the keys that all rows read 
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,10 @@ PASS_S = 0.5
 """A prompt twice as long is not timed any more once one took so long."""
 _LENGTHS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DECODE_BATCHES = (4, 16)
+_STEADY = 1.4
+"""Slowest over quickest round, of half the passes, up to which a profile is steady."""
+_NO_CHOICES = [(1, 0.0)]
+"""Choosing a token is quick beside such a pass, and not timed."""
 _WHOLE = Granularity("whole")
 
 
@@ -99,11 +104,15 @@ class HookedProfiler:
         self._new_tables = new_tables
         self._tokens = random.Random(0).choices(range(vocab_size), k=_LENGTHS[-1])
 
+    def warm_up(self, max_tokens: int) -> None:
+        """First calls initialise what torch keeps: nobody should wait for them later."""
+        self._run(self._prefill(min(16, max_tokens - 1)))
+
     def profile(self, max_tokens: int, on_progress: Callable[[float], None]) -> Profile:
         """max_tokens: the longest sequence that fits into the model and the cache."""
         start_s = self._clock.now_s()
         times: dict[Slice, list[float]] = {}
-        self._time({}, self._prefill(min(16, max_tokens - 1)))  # warms up
+        self.warm_up(max_tokens)
         lengths = [n for n in _LENGTHS if n < max_tokens] or [max_tokens - 1]
         for done, length in enumerate(lengths):
             seconds = [self._time(times, self._prefill(length)) for _ in range(ROUNDS)]
@@ -116,7 +125,10 @@ class HookedProfiler:
         self._time_decode(times, 1, longest)
         on_progress(1.0)
         samples = [(piece, min(found)) for piece, found in times.items()]
-        return Profile(samples, [], False, self._clock.now_s() - start_s)
+        spreads = [max(found) / min(found) for found in times.values() if min(found) > 0]
+        is_steady = not spreads or statistics.median(spreads) <= _STEADY
+        calibration_s = self._clock.now_s() - start_s
+        return Profile(samples, _NO_CHOICES, False, calibration_s, is_steady)
 
     def _time_decode(self, times: dict[Slice, list[float]], batch: int, context: int) -> None:
         tables = self._new_tables(batch, context + ROUNDS)

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.engine_model import load_for_engine
 from flowprefill.errors import ConfigError, UnsupportedArchitectureError
+from flowprefill.hooks.suspend import Forward
 from flowprefill.request import FinishReason, TokenOutput
 from tests.factories import make_request
 from tests.unit.hooks.tiny import CONFIGS, make_model, prompt
@@ -120,6 +122,33 @@ def test_hooked_and_native_give_the_same_tokens(folder: Callable[[str], Path]) -
     assert found[0] == found[1]
 
 
+def test_a_later_load_takes_the_profile_of_the_first(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("flowprefill.hooks.predictor._STEADY", float("inf"))
+    stages = []
+    for _ in range(2):
+        with Answers(folder("Mixtral")) as answers:
+            stages.append(answers.stages)
+    assert "profile" in stages[0] and "profile from the cache" not in stages[0]
+    assert "profile" not in stages[1] and "profile from the cache" in stages[1]
+
+
+def test_predictions_grow_with_the_prompt_and_sum_over_passes(
+    folder: Callable[[str], Path],
+) -> None:
+    with Answers(folder("Llama"), program="hooks", max_model_len=250) as answers:
+        predictor = answers.engine._predictor
+        seconds = [predictor.prefill_s(n) for n in (1, 50, 100, 249)]
+        assert seconds == sorted(seconds) and seconds[0] > 0
+        assert predictor.packed_prefill_s([(50, 0), (100, 0)]) == pytest.approx(
+            seconds[1] + seconds[2]
+        )
+        assert 0 < predictor.decode_step_s(1, 50) <= predictor.decode_step_s(4, 400)
+        assert predictor.saturation_tokens == 1
+
+
 def test_evicted_sequences_begin_again(folder: Callable[[str], Path]) -> None:
     """Room for two requests, four of which want to decode at once."""
     per_token = 3 * 2 * 2 * 8 * 4
@@ -133,6 +162,30 @@ def test_evicted_sequences_begin_again(folder: Callable[[str], Path]) -> None:
     for i, tokens in found.items():
         assert tokens == greedy("Llama", prompt(40, seed=i), 50)[: len(tokens)]
     assert len(program.sequences) <= 1  # type: ignore[union-attr]
+
+
+def test_a_cancelled_prefill_is_unwound_where_it_is_parked(folder: Callable[[str], Path]) -> None:
+    """Parked behind a more urgent one, then cancelled: its stack and its cache are gone."""
+    with Answers(folder("Llama"), program="hooks") as answers:
+        forwards: list[weakref.ref[Forward]] = []
+        lm, engine = answers.engine._model.program.lm, answers.engine  # type: ignore[union-attr]
+        start = lm.start
+
+        def start_and_cancel(tokens: Sequence[int], cache: object) -> Forward:
+            forward: Forward = start(tokens, cache)
+            if len(tokens) == 200:
+                forwards.append(weakref.ref(forward))
+                engine.cancel(1)
+                answers.submit(2, prompt(5))
+            return forward
+
+        lm.start = start_and_cancel
+        answers.submit(1, prompt(200))
+        with answers.changed:
+            assert answers.changed.wait_for(lambda: 2 in answers.outputs, WAIT_S)
+        assert answers.outputs[1][-1].finish_reason is FinishReason.CANCELLED
+        assert forwards[0]() is None
+        assert engine.stats().pass_bytes == 0
 
 
 def test_an_override_says_which_modules_are_boundaries(folder: Callable[[str], Path]) -> None:
