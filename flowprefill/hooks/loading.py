@@ -163,11 +163,20 @@ def _load(path: Path, dtype: torch.dtype) -> nn.Module:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        model: nn.Module
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # of many kinds, all of them the model's
         raise ModelLoadError(f"{path}: transformers cannot load it: {error}") from error
+    missing = sorted(map(str, report["missing_keys"]))
+    if missing:  # transformers would go on with random numbers
+        raise ModelLoadError(f"{path}: {len(missing)} tensors are missing, such as {missing[0]!r}")
     return model.eval()
 
 

@@ -89,8 +89,9 @@ class _State:
 
         Layers are alike, so each kind of boundary is looked at once in a pass.
         """
-        forward = None if self.is_done else self._works[self._index].forward
-        return self._held.get((self._index, type(forward.module)), 0) if forward else 0
+        index = self._index  # once: statistics are taken by other threads
+        forward = self._works[index].forward if index < len(self._works) else None
+        return self._held.get((index, type(forward.module)), 0) if forward else 0
 
     def remaining_s(self, cost: SliceCost) -> float:
         if self.is_done:

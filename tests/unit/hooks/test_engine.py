@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 import weakref
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.engine_model import load_for_engine
-from flowprefill.errors import ConfigError, UnsupportedArchitectureError
+from flowprefill.errors import ConfigError, ModelLoadError, UnsupportedArchitectureError
 from flowprefill.hooks.suspend import Forward
 from flowprefill.request import FinishReason, TokenOutput
 from tests.factories import make_request
@@ -223,6 +225,15 @@ def test_unsupported_models_are_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(UnsupportedArchitectureError, match=problem):
         Answers(tmp_path, program=program)
+
+
+def test_missing_weights_are_refused_by_name(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(folder("Phi3"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"1 tensors are missing, such as '.*layers\.1\.mlp"):
+        Answers(tmp_path)
 
 
 def test_gguf_files_are_refused_with_the_way_out(tmp_path: Path) -> None:
