@@ -163,8 +163,7 @@ def _load(path: Path, dtype: torch.dtype) -> nn.Module:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model: nn.Module
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             local_files_only=True,
@@ -174,7 +173,8 @@ def _load(path: Path, dtype: torch.dtype) -> nn.Module:
         )
     except Exception as error:  # of many kinds, all of them the model's
         raise ModelLoadError(f"{path}: transformers cannot load it: {error}") from error
-    missing = sorted(map(str, report["missing_keys"]))
+    model: nn.Module = loaded[0]
+    missing = sorted(map(str, loaded[1]["missing_keys"]))
     if missing:  # transformers would go on with random numbers
         raise ModelLoadError(f"{path}: {len(missing)} tensors are missing, such as {missing[0]!r}")
     return model.eval()
