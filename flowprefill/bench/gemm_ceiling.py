@@ -1,11 +1,12 @@
 """The rate of torch's best matrix product on this machine: a ceiling for what a prefill can reach.
 
-Knows neither our operators nor the program: oneDNN with a prepacked weight on a CPU, torch's own
-product elsewhere, at the shapes of the model's layers.
+Knows neither our operators nor the program: oneDNN with a prepacked weight on a CPU that has one,
+torch's own product elsewhere, at the shapes of the model's layers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowprefill.bench.flops import weight_shapes
+from flowprefill.ops.linear import has_packed_product
 from flowprefill.programs.model_spec import ModelSpec
 
 ROWS = 512
@@ -33,8 +35,26 @@ def gemm_flops(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> flo
     return max(rates)
 
 
+@torch.inference_mode()
+def layer_product(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
+    """The layer's largest product with 512 rows, to be repeated; returns when it is done."""
+    rows, columns = max(weight_shapes(spec).values(), key=math.prod)
+    weight = torch.randn(columns, rows, dtype=torch.float32).mul_(0.02).to(device, dtype)
+    product = _product(torch.randn(ROWS, rows, dtype=torch.float32).to(device, dtype), weight)
+
+    @torch.inference_mode()
+    def run() -> None:
+        product()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
 def _product(x: Tensor, weight: Tensor) -> Callable[[], object]:
-    if x.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if x.device.type != "cpu" or not has_packed_product(weight.dtype):
         return lambda: functional.linear(x, weight)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

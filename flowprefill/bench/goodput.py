@@ -99,14 +99,14 @@ def run(
     from flowprefill.bench.goodput_report import make_tables, summarise
     from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
     from flowprefill.bench.simulate_plan import measured_plan
-    from flowprefill.bench.this_cpu import this_cpu
+    from flowprefill.bench.this_cpu import paced_cpu
 
     if plots is not None:
         check_plots_folder(plots)
     config = load_config(model_json, None)
     names = tuple(cells.split(",")) if cells else ()
     with bench_progress(None) as progress:
-        platform = this_cpu(config, progress.show_loading)
+        platform, pace = paced_cpu(config, progress.show_loading)
         requests = requests or requests_within(
             BUDGET_S, trace, platform, 1 / length_divisor, EVALUATIONS * num_searches(names)
         )
@@ -124,7 +124,7 @@ def run(
         }
         check_same_knobs([with_cell(config, cell) for cell in plan.guesses])
         store = OutcomeStore(records, key=f"{config} {seed} {facts} {plan.scale}")
-        with contextlib.closing(GoodputRuns(config, plan, seed, progress, store)) as runs:
+        with contextlib.closing(GoodputRuns(config, plan, seed, progress, store, pace)) as runs:
             results = measure(runs, plan, slo_scales, plots is not None, progress)
             if timeline is not None:
                 goodput_plots.write_timeline(runs, plan, facts, timeline)

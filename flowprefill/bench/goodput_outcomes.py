@@ -47,6 +47,10 @@ class Outcome:
     """By the clock of a server that tells it."""
     outside_server_s: list[float] = field(default_factory=list)
     """By how much the client's TTFT was longer than that."""
+    slowdown: float = 1.0
+    """Of the machine against its profile (pace.py); by it TTFTs and gaps are divided."""
+    drift: float = 0.0
+    """By which share the machine was faster or slower behind the replay than before."""
     blocking_s: list[float] = field(default_factory=list)
     """This and the counts below: of the whole replay, with its first block."""
     num_preemptions: int = 0
@@ -61,18 +65,19 @@ class Outcome:
         return sum(self.on_time_by_class.values())
 
 
-def outcome_of(records: Sequence[ReplayRecord]) -> Outcome:
-    """What records say; nothing of what only the engine knows."""
+def outcome_of(records: Sequence[ReplayRecord], slowdown: float = 1.0) -> Outcome:
+    """What records say; nothing of what only the engine knows. slowdown: see Outcome"""
     classes = by_class(records)
     told = [(r.server_ttft_s, r.ttft_s) for r in records if r.server_ttft_s is not None]
     return Outcome(
         {name: len(members) for name, members in classes.items()},
         {name: sum(r.is_on_time for r in members) for name, members in classes.items()},
-        {name: [r.ttft_s for r in members] for name, members in classes.items()},
-        [gap for record in records for gap in record.times.tbt_s],
+        {name: [r.ttft_s / slowdown for r in members] for name, members in classes.items()},
+        [gap / slowdown for record in records for gap in record.times.tbt_s],
         [record.send_lag_s for record in records],
         [server_s for server_s, _ in told],
         [client_s - server_s for server_s, client_s in told],
+        slowdown,
     )
 
 

@@ -62,11 +62,18 @@ class GoodputPlan:
         return rate_at_load_1(self.window.requests, self.platform)
 
     def offered(
-        self, load: float, slo_scale: float = 1.0
+        self, load: float, slo_scale: float = 1.0, slowdown: float = 1.0
     ) -> tuple[list[TraceRequest], list[Objective]]:
-        """The requests at that load, and their objectives times slo_scale."""
-        requests = at_load(self.window.requests, load, self.platform)
-        return requests, [replace(o, ttft_s=o.ttft_s * slo_scale) for o in self.window.objectives]
+        """The requests at that load, and their objectives times slo_scale.
+
+        slowdown: of the device against its profile; all times are in its own seconds
+        """
+        requests = at_load(self.window.requests, load / slowdown, self.platform)
+        objectives = [
+            replace(o, ttft_s=o.ttft_s * slo_scale * slowdown, tbt_s=o.tbt_s * slowdown)
+            for o in self.window.objectives
+        ]
+        return requests, objectives
 
     def offline_bound(self, load: float, slo_scale: float = 1.0) -> int | None:
         """How many of them any schedule can serve in time at most; None: nobody knows."""

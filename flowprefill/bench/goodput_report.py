@@ -148,6 +148,8 @@ def _point(load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
             sum(o.num_preemptions for o in outcomes) / num_requests, 3
         ),
         "decisions_per_request": round(sum(o.num_decisions for o in outcomes) / num_requests, 3),
+        "slowdown": round(outcomes[0].slowdown, 3),
+        "drift": round(outcomes[0].drift, 3),
     }
 
 

@@ -3,7 +3,7 @@
 A cell is one policy at one granularity; everything else in model.json is the same for all. Each
 cell sees the same arrivals and prompts, in one go: started anew for a few dozen requests at a time
 an engine would carry twice the load, as what it has not served by then waits for nobody. Idle time
-is cut out.
+is cut out. Times are those of the machine at the speed of its profile (pace.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flowprefill.bench.engine_replay import EngineReplayer
 from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
+from flowprefill.bench.pace import Pace
 from flowprefill.bench.progress import BenchProgress
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.clock import MonotonicClock
@@ -60,9 +62,11 @@ class GoodputRuns:
         seed: int,
         progress: BenchProgress,
         store: OutcomeStore,
+        pace: Pace,
     ) -> None:
         self._config = config
         self._plan = plan
+        self._pace = pace
         self._seed = seed
         self._progress = progress
         self._store = store
@@ -84,7 +88,7 @@ class GoodputRuns:
         self._progress.describe(f"timeline of {cell.name}")
         recorder = Recorder(MonotonicClock())
         engine.record(recorder)
-        self._replay(cell, load, 1.0, num_requests)
+        self._replay(cell, load, 1.0, self._pace.slowdown(), num_requests)
         engine.record(None)
         return recorder
 
@@ -94,23 +98,34 @@ class GoodputRuns:
             self._engine = None
 
     def _outcomes(self, cell: Cell, point: Point) -> list[Outcome]:
-        engine, _ = self._running(cell)
+        self._running(cell)
         self._progress.describe(f"{cell.name} at load {point.load:.3g}")
+        paced = self._pace.replay(partial(self._replayed, cell, point))
+        paced.value[0].drift = paced.drift
+        return paced.value
+
+    def _replayed(self, cell: Cell, point: Point, slowdown: float) -> list[Outcome]:
+        engine, _ = self._running(cell)
         before = engine.stats()
-        records = self._replay(cell, point.load, point.slo_scale)
+        records = self._replay(cell, point.load, point.slo_scale, slowdown)
         after = engine.stats()
-        outcomes = [outcome_of(block) for block in self._plan.blocks(records)]
+        outcomes = [outcome_of(block, slowdown) for block in self._plan.blocks(records)]
         outcomes[0].blocking_s = list(after.blocking_s[len(before.blocking_s) :])
         outcomes[0].num_preemptions = after.num_preemptions - before.num_preemptions
         outcomes[0].num_decisions = after.num_decisions - before.num_decisions
         return outcomes
 
     def _replay(
-        self, cell: Cell, load: float, slo_scale: float, num_requests: int | None = None
+        self,
+        cell: Cell,
+        load: float,
+        slo_scale: float,
+        slowdown: float,
+        num_requests: int | None = None,
     ) -> list[ReplayRecord]:
         """num_requests: the first ones; None = all. Raises BenchmarkError if one fails."""
         engine, replayer = self._running(cell)
-        planned = plan_replay(*self._plan.offered(load, slo_scale))[:num_requests]
+        planned = plan_replay(*self._plan.offered(load, slo_scale, slowdown))[:num_requests]
         records = replayer.run(engine, planned, cut_idle=True)
         failed = next((r.error for r in records if r.error), None)
         if failed:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from flowprefill.bench.goodput_outcomes import CellResult, Outcome, OutcomeStore
     from flowprefill.bench.goodput_plan import GoodputPlan
     from flowprefill.bench.goodput_runs import Cell
+    from flowprefill.bench.pace import Pace
     from flowprefill.bench.peers.spec import Conditions
     from flowprefill.bench.server_report import Results
     from flowprefill.bench.server_runs import Contender
@@ -80,7 +81,7 @@ def run(
     from flowprefill.bench.server_contenders import our_contender, peer_contender
     from flowprefill.bench.server_report import make_tables, summarise
     from flowprefill.bench.simulate_plan import measured_plan
-    from flowprefill.bench.this_cpu import this_cpu
+    from flowprefill.bench.this_cpu import paced_cpu
 
     config = replace(load_config(model_json, None), enable_prefix_caching=False)
     peers = read_peers(None, peers_file, config)
@@ -98,11 +99,11 @@ def run(
         "peers": {peer.name: {"worker": peer.worker, **peer.options} for peer in peers},
     }
     with bench_progress(None) as progress:
-        platform = this_cpu(config, progress.show_loading)
+        platform, pace = paced_cpu(config, progress.show_loading)
         options = measured_plan(platform, trace, requests, output_tokens, 1 / length_divisor)
         plan = make_plan(options, blocks, cells.split(","), progress.describe)
         store = OutcomeStore(records, key=f"servers {config} {seed} {facts} {plan.scale}")
-        engines = measure_engines(config, plan, seed, progress, store)
+        engines = measure_engines(config, plan, seed, progress, store, pace)
         contenders = [
             our_contender(
                 server_name(cell), with_cell(config, cell), _highest(engines[engine_name(cell)])
@@ -113,7 +114,7 @@ def run(
             loads = (peer_load, peer_load) if peer_load else _peer_guess(plan, progress.describe)
             conditions = _conditions(config, plan, progress)
             contenders += [peer_contender(peer, conditions, loads) for peer in peers]
-        results = measure_servers(config, plan, contenders, rounds, seed, progress, store)
+        results = measure_servers(config, plan, contenders, rounds, seed, progress, store, pace)
     ours = [*map(engine_name, plan.guesses), *map(server_name, plan.guesses)]
     results = replace(results, by_name={**engines, **results.by_name})
     result = summarise(plan, results, ours, [peer.name for peer in peers], seed)
@@ -138,11 +139,12 @@ def measure_engines(
     seed: int,
     progress: BenchProgress,
     store: OutcomeStore,
+    pace: Pace,
 ) -> dict[str, CellResult]:
     """Our cells without a server."""
     from flowprefill.bench.goodput_runs import GoodputRuns
 
-    runs = GoodputRuns(config, plan, seed, progress, store)
+    runs = GoodputRuns(config, plan, seed, progress, store, pace)
     try:
         return {
             engine_name(cell): _search(partial(runs.measure, cell), guesses)
@@ -160,6 +162,7 @@ def measure_servers(
     seed: int,
     progress: BenchProgress,
     store: OutcomeStore,
+    pace: Pace,
 ) -> Results:
     """One after the other."""
     from flowprefill.bench.server_report import Results
@@ -168,7 +171,7 @@ def measure_servers(
     from flowprefill.tokenizer import load_tokenizer
 
     maker = PromptMaker(load_tokenizer(config).encode, seed)
-    runs = ServerRuns(plan, maker, progress, store)
+    runs = ServerRuns(plan, maker, progress, store, pace)
     results = Results({}, {}, runs.versions)
     try:
         for contender in contenders:

@@ -1,7 +1,8 @@
 """The measuring part of `flowprefill bench servers`: replays through one server at a time.
 
 Each server gets the same prompts at the same times, over its own protocol, from the open-loop
-client of `flowprefill replay`; nothing else runs meanwhile. Idle time is cut out.
+client of `flowprefill replay`; nothing else runs meanwhile. Idle time is cut out, and times of
+replays are those of the machine at the speed of its profile (pace.py).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
 from flowprefill.bench.goodput_plan import GoodputPlan
+from flowprefill.bench.pace import Pace
 from flowprefill.bench.progress import BenchProgress
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.replay.plan import PlannedRequest, plan_replay
@@ -67,9 +70,15 @@ class ServerRuns:
     """Measures servers, each point once; with a file, also across calls of the command."""
 
     def __init__(
-        self, plan: GoodputPlan, maker: PromptMaker, progress: BenchProgress, store: OutcomeStore
+        self,
+        plan: GoodputPlan,
+        maker: PromptMaker,
+        progress: BenchProgress,
+        store: OutcomeStore,
+        pace: Pace,
     ) -> None:
         self._plan = plan
+        self._pace = pace
         self._maker = maker
         self._progress = progress
         self._store = store
@@ -109,10 +118,16 @@ class ServerRuns:
     def _replay(self, contender: Contender, load: float) -> list[Outcome]:
         running = self._running(contender)
         self._progress.describe(f"{contender.name} at load {load:.3g}")
+        paced = self._pace.replay(partial(self._replayed, running, load))
+        paced.value[0].drift = paced.drift
+        return paced.value
+
+    def _replayed(self, running: Running, load: float, slowdown: float) -> list[Outcome]:
         before = running.stats() if running.stats else {}
-        records = _send(running, plan_replay(*self._plan.offered(load)), self._prompts)
+        planned = plan_replay(*self._plan.offered(load, slowdown=slowdown))
+        records = _send(running, planned, self._prompts)
         after = running.stats() if running.stats else {}
-        outcomes = [outcome_of(block) for block in self._plan.blocks(records)]
+        outcomes = [outcome_of(block, slowdown) for block in self._plan.blocks(records)]
         for name in ("num_preemptions", "num_decisions"):
             setattr(outcomes[0], name, after.get(name, 0) - before.get(name, 0))
         return outcomes

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from flowprefill.bench.pace import PROMPT_TOKENS, Pace, measure_pace
 from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
 from flowprefill.engine import scheduler_options
-from flowprefill.loading import OnProgress, load_model, profile_model
+from flowprefill.granularity import Granularity
+from flowprefill.loading import LoadedModel, OnProgress, load_model, profile_model
+from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.predictor.profile import Profile
 from flowprefill.simulator.profiled import DeviceTimes, ProfiledPlatform
 
 NAME = "this CPU"
@@ -13,10 +17,27 @@ NAME = "this CPU"
 
 def this_cpu(config: EngineConfig, on_progress: OnProgress) -> ProfiledPlatform:
     """The model that `config` names, loaded and profiled. Raises ConfigError or ModelLoadError."""
+    return _load(config, on_progress)[0]
+
+
+def paced_cpu(config: EngineConfig, on_progress: OnProgress) -> tuple[ProfiledPlatform, Pace]:
+    """The same, and what tells how fast it is at the moment."""
+    platform, model, profile = _load(config, on_progress)
+    predictor = FittedPredictor.from_profile(
+        profile, model.spec.num_layers, model.program.limits, Granularity("tile")
+    )
+    prefill_s = platform.cost(Granularity("tile")).prefill_s(PROMPT_TOKENS)
+    on_progress("comparing the machine's speed with its profile's", 0.0)
+    return platform, measure_pace(model, predictor, prefill_s)
+
+
+def _load(
+    config: EngineConfig, on_progress: OnProgress
+) -> tuple[ProfiledPlatform, LoadedModel, Profile]:
     model = load_model(config, on_progress)
     profile = profile_model(model, MonotonicClock(), on_progress)
     num_tokens = model.cache.num_blocks * model.cache.block_size
-    return ProfiledPlatform(
+    platform = ProfiledPlatform(
         device_name=NAME,
         model_name=config.model,
         times=DeviceTimes.from_profile(profile, model.spec.num_layers, model.program.limits),
@@ -26,3 +47,4 @@ def this_cpu(config: EngineConfig, on_progress: OnProgress) -> ProfiledPlatform:
         # packs are bounded by the granularity, see ProfiledPlatform.options
         engine_options=scheduler_options(config, saturation_tokens=1),
     )
+    return platform, model, profile

@@ -10,6 +10,7 @@ import pytest
 
 from flowprefill.bench.goodput_outcomes import CellResult, Outcome, OutcomeStore
 from flowprefill.bench.goodput_plan import GoodputPlan
+from flowprefill.bench.pace import Pace
 from flowprefill.bench.peers.spec import Conditions, PeerSpec
 from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import BenchmarkError
@@ -28,6 +29,10 @@ CONDITIONS = Conditions(100, "float32", num_threads=1, max_model_len=8192)
 
 def encode(text: str) -> list[int]:
     return [COMMON_WORDS.index(word) for word in text.split()]
+
+
+PACE = Pace(lambda: 1.0, 1.0)
+"""Of a machine that is always as fast as its profile."""
 
 
 @pytest.fixture
@@ -53,7 +58,7 @@ def test_a_server_is_measured_once_and_ends(
     plan: GoodputPlan, peer: Contender, progress: BenchProgress, tmp_path: Path
 ) -> None:
     path = tmp_path / "records.jsonl"
-    runs = ServerRuns(plan, PromptMaker(encode, 0), progress, OutcomeStore(path, "key"))
+    runs = ServerRuns(plan, PromptMaker(encode, 0), progress, OutcomeStore(path, "key"), PACE)
     try:
         outcomes = runs.measure(peer, 1.0)
         rounds = runs.meet(peer, 1)
@@ -67,7 +72,7 @@ def test_a_server_is_measured_once_and_ends(
         assert outcome.num_by_class["long alone"] == 1
         (long_s,) = outcome.ttft_by_class["long alone"]
         assert long_s > max(outcome.ttft_by_class["short at 50%"])  # it serves all side by side
-    again = ServerRuns(plan, PromptMaker(encode, 0), progress, OutcomeStore(path, "key"))
+    again = ServerRuns(plan, PromptMaker(encode, 0), progress, OutcomeStore(path, "key"), PACE)
     assert again.measure(peer, 1.0) == outcomes
     assert again.meet(peer, 1) == rounds
     assert again.versions == {}  # it was not started
@@ -81,12 +86,24 @@ def test_a_server_that_counts_other_tokens_is_refused(
     def encode_with_bos(text: str) -> list[int]:
         return [1000, *encode(text)]
 
-    runs = ServerRuns(plan, PromptMaker(encode_with_bos, 0), progress, OutcomeStore(None, "key"))
+    maker = PromptMaker(encode_with_bos, 0)
+    runs = ServerRuns(plan, maker, progress, OutcomeStore(None, "key"), PACE)
     try:
         with pytest.raises(BenchmarkError, match="a prompt of 64 tokens has 63 on the server"):
             runs.measure(peer, 1.0)
     finally:
         runs.close()
+
+
+def test_a_slow_machine_has_longer_seconds(plan: GoodputPlan) -> None:
+    """Half as fast: everything comes half as fast, and has twice the time."""
+    usual, usual_goals = plan.offered(1.0, 0.5)
+    slow, slow_goals = plan.offered(1.0, 0.5, slowdown=2.0)
+    spans = [r[-1].arrival_s - r[0].arrival_s for r in (usual, slow)]
+    assert spans[1] == pytest.approx(2 * spans[0])
+    for goal, slow_goal in zip(usual_goals, slow_goals, strict=True):
+        assert slow_goal.ttft_s == 2 * goal.ttft_s
+        assert slow_goal.tbt_s == 2 * goal.tbt_s
 
 
 def outcomes(on_time: int, lag_s: float = 0.0) -> list[Outcome]:
