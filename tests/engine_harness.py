@@ -19,12 +19,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
 from flowprefill.executor.device import CpuDevice
 from flowprefill.granularity import Granularity
 from flowprefill.interrupt import Interrupt
+from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.program import RunSlice
+from flowprefill.programs.slices import SliceLimits
 from flowprefill.request import FinishReason, Logprob, Request, TokenOutput
 from tests.factories import make_request
 
@@ -35,6 +39,9 @@ URGENT_S = 1500.0
 QUEUE_TIMEOUT_S = 1000.0
 PACK_TOKENS = 256
 """Of a packed prefill; instead of the saturation point, which is measured."""
+
+BF16_ATTENTION_WORK = 2_500_000
+"""Rows x keys of a slice of the tiny model's attention; no prompt here has more than one."""
 
 Answer = list[tuple[int | None, float | None, list[Logprob], FinishReason | None]]
 """Token, logprob, top logprobs and finish reason of each output: all that load must not change."""
@@ -48,6 +55,13 @@ class ScriptedDevice(CpuDevice):
         self.num_slices = 0
         self.actions: list[tuple[int, int, Callable[[], object]]] = []
         """A heap: slice, order of entry, what to do."""
+
+    def slice_limits(
+        self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
+    ) -> SliceLimits:
+        """Slices as on a CPU with instructions for bf16, whichever this one has."""
+        limits = super().slice_limits(spec, dtype, max_slice_s, is_native)
+        return dataclasses.replace(limits, attention_work=BF16_ATTENTION_WORK)
 
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         while self.actions and self.actions[0][0] <= self.num_slices:
