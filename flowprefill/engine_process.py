@@ -464,10 +464,11 @@ class EngineClient:
         With the lock held; to be delivered without it.
         """
         held, why = self._held, self._why_not_ready
-        timeout = f"queue_timeout_ms={self._config.queue_timeout_ms:g} for the engine: {why}"
-        late = QueueTimeoutError(f"the request waited {timeout}")
         ends = [TokenOutput(one, None, FinishReason.CANCELLED) for one in held.take_cancelled()]
-        ends += [_failed(req_id, late) for req_id in held.take_expired(now_s)]
+        for req_id in held.take_expired(now_s):
+            limit = f"queue_timeout_ms={self._config.queue_timeout_ms:g}"
+            message = f"the request waited {limit} for the engine: {why}"
+            ends.append(_failed(req_id, QueueTimeoutError(message)))
         if self._drain_s is not None or self._state is EngineState.FAILED:
             left = held.take(lambda one: True)
             ends += [_failed(request.req_id, UnavailableError(why)) for request, _ in left]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,18 +70,13 @@ class EngineStats:
     num_cancelled: int = 0
     num_rejected: int = 0
     num_failed: int = 0
-    blocking_s: list[float] = field(default_factory=list)
-    """Last blocking times, 4,096 at most: event into the inbox to the newcomer's first slice."""
 
     def to_wire(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> EngineStats:
         return EngineStats(**wire)
-
-
-MAX_BLOCKING_SAMPLES = 4096
 
 
 @dataclass
@@ -104,7 +98,6 @@ class EngineCounters:
     rejected: int = 0
     timed_out: int = 0
     failed: int = 0
-    blocking_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_BLOCKING_SAMPLES))
 
     def stats(self, **gauges: int) -> EngineStats:
         """These counters beside `gauges` and counters that others keep."""
@@ -120,6 +113,5 @@ class EngineCounters:
             num_cancelled=self.cancelled,
             num_rejected=self.rejected + self.timed_out,
             num_failed=self.failed,
-            blocking_s=list(self.blocking_s),
             **gauges,
         )

@@ -8,7 +8,9 @@ process stays a zombie until its model is unloaded, which is how it is found her
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _LOOK_S = 1.0
@@ -16,15 +18,29 @@ _NUM_LOOKS = 3
 """So often in a row must it be seen: one that ends in order is a zombie for a moment too."""
 _STUB_COMM = "triton_python_b"
 """The name of a stub, as far as the kernel keeps it."""
+_PROC = Path("/proc")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 class StubWatch:
     """Looks at the children of one tritonserver, at most once a second."""
 
-    def __init__(self, server_pid: int) -> None:
+    def __init__(
+        self, server_pid: int, say: Callable[[str], None] = _say, proc: Path = _PROC
+    ) -> None:
+        """say: is told, once, if this kernel does not list a process's children."""
         self._server_pid = server_pid
         self._next_look_s = 0.0
         self._num_seen: dict[int, int] = {}
+        task = proc / str(server_pid) / "task" / str(server_pid)
+        if task.exists() and not (task / "children").exists():
+            say(
+                f"warning: no {task}/children (CONFIG_PROC_CHILDREN is off in this kernel): "
+                "a model whose process dies will not be noticed"
+            )
 
     def has_dead_stub(self) -> bool:
         """Whether a stub has died; true some seconds after that."""
@@ -39,10 +55,10 @@ class StubWatch:
 def dead_stubs(server_pid: int) -> set[int]:
     """Children of a process that are stubs, have ended, and were not waited for."""
     found = set()
-    for thread in Path(f"/proc/{server_pid}/task").glob("*"):
+    for thread in (_PROC / str(server_pid) / "task").glob("*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for pid in map(int, (thread / "children").read_text().split()):
-                name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+                name, _, fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")
                 if name.endswith(f"({_STUB_COMM}") and fields.split()[0] == "Z":
                     found.add(pid)
     return found

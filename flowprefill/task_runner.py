@@ -149,7 +149,6 @@ class TaskRunner:
         for req_id in blocked:
             request = self.book.live[req_id]
             request.blocking_s = report.started_s - request.put_s
-            self.counters.blocking_s.append(request.blocking_s)
         prefill.busy_s += report.busy_s
 
     # ---- tokens -------------------------------------------------------------------------------

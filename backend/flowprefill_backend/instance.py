@@ -1,17 +1,14 @@
 """One loaded model: carries requests from execute() to the engine, and its outputs to the clients.
 
-Threads: execute() only copies and posts. Two parser threads check and tokenise in the order of
-arrival, one of them the long requests alone: short ones need not wait for those, nor they for a
-flood of short ones.
-The engine client's thread only posts. Each request has one sender lane, on which its whole answer
-is built and sent in order. The cancel poller and control requests cancel; the lane then ends the
-request. Whatever fails on the way ends in `_fail`, so every request gets its FINAL.
+Threads: execute() only copies and posts; the two of Intake parse and submit. The engine client's
+thread only posts. Each request has one sender lane, on which its whole answer is built and sent in
+order. The cancel poller and control requests cancel; the lane then ends the request. Whatever fails
+on the way ends in `_fail`, so every request gets its FINAL.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 import traceback
@@ -23,7 +20,6 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine_process import EngineState
 from flowprefill.errors import (
     FlowPrefillError,
-    QueueTimeoutError,
     RequestCancelledError,
     UnavailableError,
     shorten,
@@ -31,30 +27,21 @@ from flowprefill.errors import (
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.tokenizer import Tokenizer
-from flowprefill_backend.answer import Answer
 from flowprefill_backend.cancel_poller import CancelPoller
 from flowprefill_backend.claim import Claim
+from flowprefill_backend.controls import Controls
+from flowprefill_backend.health import HealthCheck
+from flowprefill_backend.intake import MAX_WAITING, MAX_WAITING_BYTES, Intake
 from flowprefill_backend.live import LiveRequest, LiveRequests
 from flowprefill_backend.metrics import Metrics
 from flowprefill_backend.metrics_page import MetricsPage
-from flowprefill_backend.request import Control, RawRequest, control, parse, read, screen
+from flowprefill_backend.request import control, read, screen
 from flowprefill_backend.request_counts import RequestCounts, Tally
-from flowprefill_backend.response import (
-    MAX_ERROR_CHARS,
-    error_response,
-    part_response,
-    text_response,
-)
+from flowprefill_backend.response import MAX_ERROR_CHARS, error_response, part_response
 from flowprefill_backend.timeline import Timelines
-from flowprefill_backend.timing import RequestTiming
 from flowprefill_backend.unload_watch import UNLOADING_MESSAGE
 from flowprefill_backend.workers import Job, Worker
 
-LONG_BYTES = 2**14
-"""A request of more is long: it takes over 10 ms or so to parse."""
-MAX_WAITING = 1_000
-MAX_WAITING_BYTES = 2**26
-"""Requests, and their bytes, that wait for one thread at most; more are UNAVAILABLE."""
 NUM_SENDERS = 4
 STOPPING_MESSAGE = "the server is stopping"
 MAX_LOGGED_FRAMES = 20
@@ -114,34 +101,31 @@ class Instance:
         `unload` is called, once. `make_page` may give a page for the model's metrics. `claim` tells
         whether the model was loaded anew; None: that cannot be known.
         """
-        self._config = config
         self._tokenizer = tokenizer
         self._log = log
-        self._unload = unload
-        self._is_unloading = False
-        self._is_closing = False
         self._req_ids = itertools.count(1)
         self._live = LiveRequests()
         self._engine = make_engine(self._on_output)
         self.info = self._engine.start(LoadProgress(log))
-        if claim is not None:
-            claim.take()
         self._claim = claim
-        on_error = self._log_bug
-        bounds = (MAX_WAITING, MAX_WAITING_BYTES)
-        self._short_parser = Worker("parser of short requests", on_error, *bounds)
-        self._long_parser = Worker("parser of long requests", on_error, *bounds)
+        self._take_claim()
+        on_error, engine, info = self._log_bug, self._engine, self.info
+        self._intake = Intake(config, tokenizer, info, engine, self._post_failure, on_error)
         self._senders = [Worker(f"sender-{i}", on_error) for i in range(NUM_SENDERS)]
-        self._asker = Worker("asker", on_error, *bounds)
+        self._asker = Worker("asker", on_error, MAX_WAITING, MAX_WAITING_BYTES)
+        self._health = HealthCheck(engine, unload, self._asker, log)
         self._poller = CancelPoller(config.cancel_poll_ms / 1000, self._cancel, on_error)
         facts = {
-            "architecture": self.info.architecture,
-            "dtype": self.info.dtype,
-            "device": self.info.device,
+            "architecture": info.architecture,
+            "dtype": info.dtype,
+            "device": info.device,
             "policy": config.policy,
             "granularity": config.granularity,
         }
-        self._timelines = Timelines(self._engine, self._live, facts, self._send_timeline)
+        self._timelines = Timelines(engine, self._live, facts, self._send_timeline)
+        self._controls = Controls(
+            engine, self._live, self._timelines, self._cancel, self._post_last, self._asker
+        )
         tally = Tally()
         self._counts = RequestCounts(tally)
         page = make_page(self.info)
@@ -149,9 +133,8 @@ class Instance:
         if page is None:
             tally.close()
         else:
-            engine, info, num_unparsed = self._engine, self.info, self._num_unparsed
             self._metrics = Metrics(
-                page, tally, engine, info, num_unparsed, on_error, lambda: self.is_replaced
+                page, tally, engine, info, self._num_unparsed, on_error, lambda: self.is_replaced
             )
 
     def execute(self, requests: list[Any]) -> None:
@@ -194,13 +177,11 @@ class Instance:
 
     def close(self) -> None:
         """End within bounds: what is live fails as unavailable, then the engine is closed."""
-        self._is_closing = True
         self._timelines.close()
         self._poller.close(CLOSE_TIMEOUT_S)
-        for parser in (self._short_parser, self._long_parser):
-            parser.close(CLOSE_TIMEOUT_S)
+        self._intake.close(CLOSE_TIMEOUT_S)
         for live in self._live.all():
-            self._post(live, partial(self._fail, live, UnavailableError(UNLOADING_MESSAGE)))
+            self._post_failure(live, UnavailableError(UNLOADING_MESSAGE))
         # Once the server runs finalize(), a send() may block for ever: its threads are left behind.
         for worker in (*self._senders, self._asker):
             worker.close(CLOSE_TIMEOUT_S / NUM_SENDERS)
@@ -217,18 +198,24 @@ class Instance:
             screen(raw, self.info, self._tokenizer)
             command = control(raw)
             if command is not None:
-                self._obey(live, command)
+                self._controls.obey(live, command)
             else:
                 self._begin(live)
-                self._check_health()
+                self._health.check()
                 self._live.add(live)
                 self._poller.watch(live)
-                parser = self._long_parser if raw.num_bytes > LONG_BYTES else self._short_parser
-                parser.post(partial(self._parse_and_submit, live, raw), raw.num_bytes)
+                self._intake.take(live, raw)
         except Exception as error:  # whatever it is, this client must hear of it
             if command is None:
                 self._begin(live)
-            self._post(live, partial(self._fail, live, error))
+            self._post_failure(live, error)
+
+    def _take_claim(self) -> None:
+        try:
+            if self._claim is not None:
+                self._claim.take()
+        except OSError as error:  # the one before goes on as long as it likes
+            self._log.log_warn(f"[flowprefill] no claim: {error}")
 
     def _begin(self, live: LiveRequest) -> None:
         if not live.is_counted:
@@ -237,59 +224,6 @@ class Instance:
 
     def _num_unparsed(self) -> int:
         return sum(live.answer is None for live in self._live.all())
-
-    def _check_health(self) -> None:
-        """What vllm_backend does under ENABLE_VLLM_HEALTH_CHECK, which `unload` stands for."""
-        if self._unload is None or self._engine.state is EngineState.READY:
-            return
-        if self._engine.state is EngineState.FAILED and not self._is_unloading:
-            self._log.log_error("[flowprefill] Engine is not healthy and model will be unloaded")
-            self._asker.post(self._try_to_unload)
-            self._is_unloading = True
-        raise UnavailableError("Model is unavailable due to unhealthy engine")
-
-    def _try_to_unload(self) -> None:
-        """On its own thread: the server may take its time."""
-        assert self._unload is not None
-        try:
-            self._unload()
-        except Exception as error:  # for one, the server has no explicit model control
-            self._log.log_warn(f"[flowprefill] the model cannot be unloaded: {error}")
-
-    def _parse_and_submit(self, live: LiveRequest, raw: RawRequest) -> None:
-        """On a parser thread."""
-        try:
-            if self._is_closing:
-                raise UnavailableError(UNLOADING_MESSAGE)
-            if live.is_over:
-                return
-            waited_ms = (time.monotonic() - raw.arrival_s) * 1000
-            if waited_ms > self._config.queue_timeout_ms:
-                raise QueueTimeoutError(
-                    f"the request waited {waited_ms:.0f} ms to be parsed > "
-                    f"queue_timeout_ms={self._config.queue_timeout_ms:g}"
-                )
-            parsed = parse(raw, self._config, self.info, self._tokenizer)
-            num_tokens = len(parsed.prompt_token_ids)
-            live.answer = Answer(
-                parsed.options,
-                parsed.prompt,
-                num_tokens,
-                parsed.sampling,
-                self._tokenizer,
-                RequestTiming(raw.arrival_s, parsed.slo),
-            )
-            request = Request(
-                req_id=live.req_id,
-                prompt_token_ids=parsed.prompt_token_ids,
-                sampling=parsed.sampling,
-                slo=parsed.slo,
-                arrival_s=raw.arrival_s,
-                tenant=parsed.tenant,
-            )
-            live.submit(self._engine.submit, request)
-        except Exception as error:  # whatever it is, this client must hear of it
-            self._post(live, partial(self._fail, live, error))
 
     def _on_output(self, output: TokenOutput) -> None:
         """On the engine client's reader thread. Outputs of requests that ended here are dropped."""
@@ -343,37 +277,11 @@ class Instance:
         self._post(live, self._log_cancelled)
         return True
 
-    def _obey(self, live: LiveRequest, command: Control) -> None:
-        """Answer a control request; it is never live itself, so nothing can cancel it."""
-        if command.timeline_s:
-            self._timelines.begin(live, command.timeline_s)
-            return
-        if command.timeline_s is not None:
-            response = text_response("ended" if self._timelines.end() else "not found")
-            self._post(live, partial(self._close, live, response))
-            return
-        if command.wants_state:
-            self._post(live, partial(self._close, live, text_response(self._engine.state.value)))
-            return
-        if command.cancel_id is None:
-            self._asker.post(partial(self._send_stats, live))
-            return
-        target = self._live.latest(command.cancel_id)
-        is_cancelled = target is not None and self._cancel(target)
-        response = text_response("cancelled" if is_cancelled else "not found")
-        self._post(live, partial(self._close, live, response))
-
-    def _send_stats(self, live: LiveRequest) -> None:
-        """On its own thread: the engine may take its time to answer."""
-        try:
-            response = text_response(json.dumps(self._engine.stats().to_wire()))
-        except Exception as error:  # whatever it is, this client must hear of it
-            response = error_response(error, live.names_error_code)
-        self._post(live, partial(self._close, live, response))
-
     def _send_timeline(self, live: LiveRequest, response: Any, is_last: bool) -> None:
-        send = partial(self._close, live, response) if is_last else partial(live.send, response)
-        self._post(live, send)
+        if is_last:
+            self._post_last(live, response)
+        else:
+            self._post(live, partial(live.send, response))
 
     def _fail(self, live: LiveRequest, error: Exception) -> None:
         if not isinstance(error, FlowPrefillError):
@@ -401,6 +309,12 @@ class Instance:
         finally:
             if is_first and live.is_counted:
                 self._counts.end(error, live.answer, time.monotonic())
+
+    def _post_last(self, live: LiveRequest, response: Any) -> None:
+        self._post(live, partial(self._close, live, response))
+
+    def _post_failure(self, live: LiveRequest, error: Exception) -> None:
+        self._post(live, partial(self._fail, live, error))
 
     def _post(self, live: LiveRequest, job: Job) -> None:
         self._senders[live.req_id % NUM_SENDERS].post(job)

@@ -121,7 +121,7 @@ def _gauges() -> Iterator[Family]:
     yield Family(
         "vllm:cache_config_info",
         "GAUGE",
-        "Always 1; the labels say what the KV cache is.",
+        "1 for the cache in use; the labels say what it is.",
         labels=("block_size", "num_gpu_blocks"),
     )
     yield Family(

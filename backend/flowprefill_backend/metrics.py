@@ -84,6 +84,9 @@ class Metrics:
         self._is_replaced = is_replaced
         self._totals: defaultdict[Series, float] = defaultdict(float)
         self._published: defaultdict[Series, float] = defaultdict(float)
+        cache = (str(info.block_size), str(info.num_kv_blocks))
+        self._cache_info = ("vllm:cache_config_info", *cache)
+        self._totals[self._cache_info] = 1
         self._last_stats = EngineStats()
         self._last_state: tuple[EngineState, int] | None = None
         self._is_behind = True
@@ -135,6 +138,7 @@ class Metrics:
     def _end(self) -> None:
         """The last update: nothing runs any more."""
         self.update()
+        self._totals[self._cache_info] = 0
         self._publish_counts(num_live=0)
         if not self._is_replaced():
             self._publish_gauges((0, series) for _, series in self._gauges(None))
@@ -187,7 +191,7 @@ class Metrics:
     def _publish_counts(self, num_live: int | None = None) -> bool:
         """Add what the page lacks. Returns whether the server took all of it.
 
-        What runs is added, too: to what other instances of the model run.
+        Of what other instances of the model have too, each adds its own and takes it away.
         """
         self._totals[(LIVE,)] = self._num_live if num_live is None else num_live
         new = {
@@ -226,7 +230,6 @@ class Metrics:
         yield used / num_blocks, ("vllm:kv_cache_usage_perc",)
         yield num_bytes, ("flowprefill_parked_bytes",)
         yield int(self._engine.state is EngineState.READY), ("flowprefill_engine_ready",)
-        yield 1, ("vllm:cache_config_info", str(self._info.block_size), str(num_blocks))
         if not self._page.shows(BLOCKS_FAMILY):
             return
         blocks = {

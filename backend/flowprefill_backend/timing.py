@@ -64,6 +64,7 @@ class RequestTiming:
         return {
             "queue_s": _round(self.queue_s),
             "prefill_s": _round(prefill.device_s if prefill else None),
+            "blocking_s": _round(prefill.blocking_s if prefill else None),
             "ttft_s": _round(self.ttft_s),
             "e2e_s": _round(self.age_s(now_s)),
             "num_preemptions": self._num_preemptions,

@@ -112,13 +112,13 @@ class BlockingBench:
                 continue  # the one before waited, or ran, at that moment
             if session.has_ended_by(long, due_s):
                 break
-            num_before = len(session.engine.stats().blocking_s)
             short = session.wait_end(session.submit(self._short_prompt(), SHORT_SLO))
-            new = session.engine.stats().blocking_s[num_before:]
-            if not new and long.finish_reason is not None:
+            if short.blocking_s is not None:
+                blocking_s.append(short.blocking_s)
+            elif long.finish_reason is not None:
                 break  # it found the device free
-            blocking_s += new
-            shorts_s += short.ttft_s - sum(new)  # without a new one: it came before the first slice
+            # not blocked: it came before the first slice of the long one
+            shorts_s += short.ttft_s - (short.blocking_s or 0.0)
         own_s = session.wait_end(long).ttft_s - shorts_s
         return Interrupted(own_s, undisturbed_s, blocking_s)
 

@@ -35,11 +35,13 @@ class _Live:
     """When the plan's second 0 was, on the monotonic clock."""
     sent_s: float
     token_s: list[float] = field(default_factory=list)
+    blocking_s: float | None = None
     error: str | None = None
 
     def record(self) -> ReplayRecord:
         times = tuple(time_s - self.origin_s for time_s in self.token_s)
-        return ReplayRecord(self.planned, self.sent_s - self.origin_s, times, self.error)
+        sent_s = self.sent_s - self.origin_s
+        return ReplayRecord(self.planned, sent_s, times, self.error, blocking_s=self.blocking_s)
 
 
 class EngineReplayer:
@@ -58,6 +60,8 @@ class EngineReplayer:
             live = self._live[output.req_id]
             if output.token_id is not None:
                 live.token_s.append(output.token_s)
+            if output.prefill is not None:
+                live.blocking_s = output.prefill.blocking_s
             if output.finish_reason is None:
                 return
             if output.finish_reason is FinishReason.ERROR:

@@ -110,7 +110,7 @@ class GoodputRuns:
         records = self._replay(cell, point.load, point.slo_scale, slowdown)
         after = engine.stats()
         outcomes = [outcome_of(block, slowdown) for block in self._plan.blocks(records)]
-        outcomes[0].blocking_s = list(after.blocking_s[len(before.blocking_s) :])
+        outcomes[0].blocking_s = [r.blocking_s for r in records if r.blocking_s is not None]
         outcomes[0].num_preemptions = after.num_preemptions - before.num_preemptions
         outcomes[0].num_decisions = after.num_decisions - before.num_decisions
         return outcomes

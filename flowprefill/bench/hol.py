@@ -63,8 +63,6 @@ class PolicyRun:
         """Count what the engine did between two calls of engine_stats()."""
         self.preemptions += after["num_preemptions"] - before["num_preemptions"]
         self.decisions += after["num_decisions"] - before["num_decisions"]
-        # Far fewer switches than the 4,096 that the engine remembers: nothing has dropped out.
-        self.blocking_s += after["blocking_s"][len(before["blocking_s"]) :]
 
 
 def run(
@@ -188,12 +186,19 @@ class _Bench:
 
     def _generate(self, prompt: str, num_tokens: int, slo_ms: float) -> Completion:
         answer = self._client.generate(
-            prompt, max_tokens=1, ttft_slo_ms=slo_ms, sampling={"temperature": 0}
+            prompt,
+            max_tokens=1,
+            ttft_slo_ms=slo_ms,
+            return_timing=True,
+            sampling={"temperature": 0},
         )
         if answer.num_input_tokens != num_tokens:
             raise BenchmarkError(
                 f"a prompt of {num_tokens} tokens has {answer.num_input_tokens} on the server"
             )
+        blocking_s = (answer.timing or {}).get("blocking_s")
+        if blocking_s is not None:
+            self.run.blocking_s.append(blocking_s)
         return answer
 
 

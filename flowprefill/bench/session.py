@@ -13,7 +13,7 @@ from types import TracebackType
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
-from flowprefill.request import SLO, FinishReason, Request, TokenOutput
+from flowprefill.request import SLO, FinishReason, PrefillTiming, Request, TokenOutput
 from flowprefill.sampling_params import SamplingParams
 
 _WAIT_S = 600.0
@@ -28,6 +28,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     """When each token was on the host."""
+    prefill: PrefillTiming | None = None
+    """With its first token."""
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -35,6 +37,11 @@ class Answer:
     def ttft_s(self) -> float:
         """Arrival to first token; behind Session.wait_token."""
         return self.token_s[0] - self.arrival_s
+
+    @property
+    def blocking_s(self) -> float | None:
+        """See PrefillTiming."""
+        return self.prefill.blocking_s if self.prefill else None
 
 
 class Session:
@@ -107,6 +114,7 @@ class Session:
             if output.token_id is not None:
                 answer.token_ids.append(output.token_id)
                 answer.token_s.append(output.token_s)
+            answer.prefill = answer.prefill or output.prefill
             answer.finish_reason = output.finish_reason
             if output.finish_reason is FinishReason.ERROR:
                 answer.error = output.error_message or "no reason given"

@@ -31,6 +31,8 @@ class ReplayRecord:
     """Tokens of the prompt by the server's count; None if it gave none."""
     server_ttft_s: float | None = None
     """Arrival at the server to first token by its own clock; None if it did not say."""
+    blocking_s: float | None = None
+    """See PrefillTiming; None if it was not blocked, or nobody looked."""
 
     @property
     def send_lag_s(self) -> float:

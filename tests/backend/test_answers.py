@@ -140,7 +140,7 @@ def test_extra_outputs_of_a_single_answer_are_the_sums(harness: Harness) -> None
     assert response.text("finish_reason") == "length"
 
 
-PREFILL = PrefillTiming(0.0, device_s=0.25, predicted_s=0.2, num_cached_tokens=64)
+PREFILL = PrefillTiming(0.0, 0.25, predicted_s=0.2, num_cached_tokens=64, blocking_s=0.003)
 
 
 @pytest.mark.parametrize("others", [{}, ALL_RETURNS])
@@ -163,6 +163,7 @@ def test_timing_is_that_of_the_engine_and_of_the_way_out(
     assert timing == {
         "queue_s": 0.5,
         "prefill_s": 0.25,
+        "blocking_s": 0.003,
         "num_preemptions": 3,
         "num_cached_tokens": 64,
         "num_output_tokens": 2,

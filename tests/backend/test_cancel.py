@@ -110,7 +110,7 @@ def test_a_cancel_id_that_is_no_id_is_refused(harness: Harness, cancel_id: objec
 
 
 def test_a_request_cancelled_while_it_is_parsed_never_reaches_the_engine(harness: Harness) -> None:
-    may_parse = hold(harness.instance._short_parser)
+    may_parse = hold(harness.instance._intake.short_parser)
     sender = harness.send({"text_input": "a", "stream": True}, request_id="queued")
     assert harness.send({"text_input": ""}, {"cancel_id": "queued"}).text == "cancelled"
     assert sender.error is not None and sender.error.code == "CANCELLED"

@@ -225,7 +225,7 @@ def test_a_bug_of_ours_is_logged_with_where_it_is(
     def trip(*_: object) -> NoReturn:
         raise KeyError("bug")
 
-    monkeypatch.setattr("flowprefill_backend.instance.parse", trip)
+    monkeypatch.setattr("flowprefill_backend.intake.parse", trip)
     assert harness.send({"text_input": "a"}).error is not None
     logged = "".join(line for line in harness.log.lines if "unexpected KeyError: 'bug'" in line)
     assert "in trip" in logged and "in _parse_and_submit" in logged
@@ -251,7 +251,10 @@ def test_an_id_that_is_no_text_is_answered_like_any_bad_input(harness: Harness) 
 def test_what_is_too_big_is_refused_before_it_waits_for_a_parser(
     harness: Harness, inputs: dict[str, Any]
 ) -> None:
-    gates = [hold(harness.instance._short_parser), hold(harness.instance._long_parser)]
+    gates = [
+        hold(harness.instance._intake.short_parser),
+        hold(harness.instance._intake.long_parser),
+    ]
     assert harness.send(inputs).error is not None
     for gate in gates:
         gate.set()
@@ -261,13 +264,13 @@ LONG = {"text_input": "a", "sampling_parameters": "{}" + " " * 2**15}
 
 
 def test_short_and_long_requests_do_not_wait_for_each_other(harness: Harness) -> None:
-    gate = hold(harness.instance._long_parser)
+    gate = hold(harness.instance._intake.long_parser)
     harness.send(LONG)
     harness.send({"text_input": "b"})
     harness.engine.wait_submitted(1)
     gate.set()
     harness.engine.wait_submitted(2)
-    gate = hold(harness.instance._short_parser)
+    gate = hold(harness.instance._intake.short_parser)
     harness.send({"text_input": "b"})
     harness.send(LONG)
     harness.engine.wait_submitted(3)
@@ -279,9 +282,9 @@ def test_short_and_long_requests_do_not_wait_for_each_other(harness: Harness) ->
 def test_a_full_parser_refuses_and_leaves_nothing_behind(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowprefill_backend.instance.MAX_WAITING", 1)
+    monkeypatch.setattr("flowprefill_backend.intake.MAX_WAITING", 1)
     harness = Harness(tokenizer)
-    gate = hold(harness.instance._short_parser)
+    gate = hold(harness.instance._intake.short_parser)
     taken = harness.send({"text_input": "a"})
     refused = harness.send({"text_input": "a"})
     assert refused.error is not None and refused.error.code == "UNAVAILABLE"
@@ -295,7 +298,7 @@ def test_a_full_parser_refuses_and_leaves_nothing_behind(
 
 def test_a_request_that_waited_too_long_for_its_parser_is_unavailable(tokenizer: Tokenizer) -> None:
     harness = Harness(tokenizer, queue_timeout_ms=1)
-    gate = hold(harness.instance._short_parser)
+    gate = hold(harness.instance._intake.short_parser)
     sender = harness.send({"text_input": "a"})
     threading.Event().wait(0.01)  # ten times what it may wait
     gate.set()

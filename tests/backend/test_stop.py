@@ -48,13 +48,13 @@ def test_what_does_not_finish_in_time_is_told_so_and_leaves_the_engine(harness: 
 
 
 def test_a_request_that_is_still_to_be_parsed_never_starts(harness: Harness) -> None:
-    gate = hold(harness.instance._short_parser)
+    gate = hold(harness.instance._intake.short_parser)
     waiting = harness.send({"text_input": "a"})
     harness.instance.refuse_new()
     assert harness.instance.drain(0) == 1
     assert is_told_of_the_stop(waiting)
     gate.set()
-    harness.instance._short_parser.close(WAIT_S)
+    harness.instance._intake.short_parser.close(WAIT_S)
     assert harness.engine.submitted == {}
 
 

@@ -17,9 +17,12 @@ from flowprefill.server_layout import SHM_DIR
 from flowprefill_client import Client, ServerError
 from tests.e2e.conftest import MODEL, group_members, wait_for
 from tests.live_server import is_unloaded, unload
+from tests.metrics_page import settled
 
 NAME = "changing"
 PROMPT = "The capital of France is"
+READY, RUNNING = "flowprefill_engine_ready", "vllm:num_requests_running"
+ENDS = ("finished", "cancelled", "rejected", "failed")
 GREEDY = {"temperature": 0, "max_tokens": 8}
 ENDLESS = {"ignore_eos": True, "temperature": 0, "max_tokens": 8000}
 MAX_MODEL_LEN = 8192
@@ -68,6 +71,10 @@ def test_an_unload_ends_what_runs_at_the_exit_timeout(
     wait_for(lambda: is_unloaded(http, NAME), 20, "it is unloaded")
     wait_for(lambda: left_over(server)[0] < loaded[0], 20, "its processes have ended")
     assert left_over(server)[1] < loaded[1]
+    page = settled(server, NAME, lambda p: p.value(READY) == 0, "no gauge is left")
+    assert not any(page.gauges().values()) and page.total("vllm:cache_config_info") == 0
+    assert page.requests("failed") >= 1
+    assert page.requests("started") == sum(page.requests(end) for end in ENDS)
 
 
 def test_an_unload_lets_what_runs_finish(http: Any, model: Client) -> None:
@@ -114,6 +121,27 @@ def test_a_reload_under_load_loses_nobody(
     assert failures == []
     assert set(texts) == {expected}
     wait_for(lambda: left_over(server) == loaded, 20, "the old ones have ended")
+
+
+def test_a_reload_ends_what_runs_on_at_the_exit_timeout(
+    http: Any, model: Client, server: TritonServer, repository: Path
+) -> None:
+    loaded = left_over(server)
+    stream = model.stream(PROMPT, sampling=ENDLESS)
+    next(stream)
+    write_model_json(repository, max_model_len=1024)
+    http.load_model(NAME)
+    begin_s = time.monotonic()
+    assert model.generate(PROMPT, sampling=GREEDY).text
+    live = settled(server, NAME, lambda p: p.value(RUNNING) == 0, "the gauges are the new one's")
+    assert live.value("flowprefill_requests_live") == 1, "of both"
+    with pytest.raises(ServerError, match="the model was loaded anew") as told:
+        list(stream)
+    assert told.value.status == "UNAVAILABLE"
+    assert time.monotonic() - begin_s < ServerOptions.exit_timeout_s + 5
+    wait_for(lambda: left_over(server) == loaded, 20, "the old one has ended")
+    page = settled(server, NAME, lambda p: not any(p.gauges().values()), "nothing runs")
+    assert page.value(READY) == 1 and page.total("vllm:cache_config_info") == 1
 
 
 def test_models_are_controlled_by_name(http: Any, model: Client, server: TritonServer) -> None:

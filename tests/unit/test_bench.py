@@ -57,12 +57,8 @@ def test_hol_serves_the_configuration_it_was_given(tmp_path: Path) -> None:
     assert served == dataclasses.replace(config, policy="fcfs")
 
 
-def stats(preemptions: int, decisions: int, blocking_s: list[float]) -> dict[str, object]:
-    return {
-        "num_preemptions": preemptions,
-        "num_decisions": decisions,
-        "blocking_s": blocking_s,
-    }
+def stats(preemptions: int, decisions: int) -> dict[str, object]:
+    return {"num_preemptions": preemptions, "num_decisions": decisions}
 
 
 def hol_run() -> hol.PolicyRun:
@@ -75,9 +71,9 @@ def hol_run() -> hol.PolicyRun:
 
 def test_hol_counts_only_what_happened_between_the_stats() -> None:
     run = hol.PolicyRun()
-    run.add_stats(stats(3, 10, [9.0]), stats(4, 14, [9.0, 0.002]))
-    run.add_stats(stats(4, 20, [9.0, 0.002]), stats(5, 24, [9.0, 0.002, 0.004]))
-    assert (run.preemptions, run.decisions, run.blocking_s) == (2, 8, [0.002, 0.004])
+    run.add_stats(stats(3, 10), stats(4, 14))
+    run.add_stats(stats(4, 20), stats(5, 24))
+    assert (run.preemptions, run.decisions) == (2, 8)
 
 
 def test_hol_summary_holds_the_agreed_figures() -> None:

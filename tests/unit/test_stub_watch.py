@@ -53,3 +53,16 @@ def test_it_must_be_dead_for_some_looks(stub: Path, monkeypatch: pytest.MonkeyPa
     assert [watch.has_dead_stub() for _ in range(4)] == [False, False, True, True]
     process.wait()
     assert not watch.has_dead_stub()
+
+
+def test_a_kernel_that_lists_no_children_is_told_of_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    (tmp_path / "7" / "task" / "7").mkdir(parents=True)
+    watch = StubWatch(7, lines.append, tmp_path)
+    assert not watch.has_dead_stub() and not watch.has_dead_stub()
+    (line,) = lines
+    assert line.startswith(f"warning: no {tmp_path}/7/task/7/children (CONFIG_PROC_CHILDREN")
+    (tmp_path / "7" / "task" / "7" / "children").touch()
+    StubWatch(7, lines.append, tmp_path)
+    StubWatch(8, lines.append, tmp_path)
+    assert lines == [line]

@@ -243,11 +243,11 @@ def test_only_a_newcomer_that_takes_the_device_from_another_was_blocked(bench: B
     bench.arrive(2)
     bench.clock.advance_to(10.0)
     bench.runner.run(Decision(PrefillTask(2, (2,))), newcomers={2})
-    assert list(bench.counters.blocking_s) == [7.0]
     bench.runner.run(Decision(PrefillTask(1, (1,))), newcomers={1})
     bench.arrive(3)
     bench.runner.run(Decision(PrefillTask(3, (3,))), newcomers={3})
-    assert list(bench.counters.blocking_s) == [7.0]
+    blocked_s = {o.req_id: o.prefill.blocking_s for o in bench.outputs if o.prefill}
+    assert blocked_s == {1: None, 2: 7.0, 3: None}
 
 
 # ---- decode steps -------------------------------------------------------------------------------
