@@ -40,9 +40,6 @@ QUEUE_TIMEOUT_S = 1000.0
 PACK_TOKENS = 256
 """Of a packed prefill; instead of the saturation point, which is measured."""
 
-BF16_ATTENTION_WORK = 2_500_000
-"""Rows x keys of a slice of the tiny model's attention; no prompt here has more than one."""
-
 Answer = list[tuple[int | None, float | None, list[Logprob], FinishReason | None]]
 """Token, logprob, top logprobs and finish reason of each output: all that load must not change."""
 
@@ -59,9 +56,10 @@ class ScriptedDevice(CpuDevice):
     def slice_limits(
         self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
     ) -> SliceLimits:
-        """Slices as on a CPU with instructions for bf16, whichever this one has."""
-        limits = super().slice_limits(spec, dtype, max_slice_s, is_native)
-        return dataclasses.replace(limits, attention_work=BF16_ATTENTION_WORK)
+        """As on a CPU where our kernels run bf16, whichever instructions this one has."""
+        tiles = super().slice_limits(spec, dtype, max_slice_s, is_native).key_tiles
+        limits = super().slice_limits(spec, torch.bfloat16, max_slice_s, True)
+        return dataclasses.replace(limits, key_tiles=tiles)
 
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         while self.actions and self.actions[0][0] <= self.num_slices:
