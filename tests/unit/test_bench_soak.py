@@ -279,3 +279,8 @@ def test_errors_are_found_in_both_servers_bodies(text: str, error: str) -> None:
 
 def test_bad_requests_are_many_and_different() -> None:
     assert len(set(BAD_REQUESTS)) == len(BAD_REQUESTS) > 15
+
+
+def test_a_control_that_was_in_the_engine_at_both_kills_is_rightly_refused() -> None:
+    assert AnswerError("the engine died twice\nwith this request in it: it is refused").is_suspected
+    assert not AnswerError("engine process 7 was killed by SIGKILL").is_suspected

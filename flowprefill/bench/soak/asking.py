@@ -27,6 +27,11 @@ class AnswerError(Exception):
         """The engine died with the request in it."""
         return "engine process" in str(self)
 
+    @property
+    def is_suspected(self) -> bool:
+        """Two engines died with the request in them."""
+        return "died twice" in " ".join(str(self).split())
+
 
 @dataclass(frozen=True)
 class Ask:

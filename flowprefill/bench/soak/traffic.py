@@ -96,15 +96,22 @@ class Traffic:
             record.note(f"{name}: no end within {self._end_s:g} s")
             return
         except AnswerError as error:
-            if not (error.is_engine_lost and record.was_killed_since(begin_s)):
+            outcome = self._outcome_of(name, error, begin_s)
+            if not outcome:
                 record.note_wrong(f"{name}: {error}")
                 return
-            outcome = LOST
         except Exception as error:  # no connection, or an answer that lacks what it must have
             record.note_wrong(f"{name}: {error!r}")
             return
         record.slowest_s = max(record.slowest_s, time.monotonic() - begin_s)
         record.outcomes[(name, outcome)] += 1
+
+    def _outcome_of(self, name: str, error: AnswerError, begin_s: float) -> str | None:
+        """What an error is if the kills explain it. Controls are the same requests each time."""
+        if error.is_suspected and name == "control" and len(self.record.kill_times_s) > 1:
+            return REFUSED
+        is_lost = error.is_engine_lost and self.record.was_killed_since(begin_s)
+        return LOST if is_lost else None
 
     # ---- kinds ----
 
