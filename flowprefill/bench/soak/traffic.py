@@ -96,10 +96,11 @@ class Traffic:
             record.note(f"{name}: no end within {self._end_s:g} s")
             return
         except AnswerError as error:
-            outcome = self._outcome_of(name, error, begin_s)
-            if not outcome:
+            explained = self._outcome_of(name, error, begin_s)
+            if explained is None:
                 record.note_wrong(f"{name}: {error}")
                 return
+            outcome = explained
         except Exception as error:  # no connection, or an answer that lacks what it must have
             record.note_wrong(f"{name}: {error!r}")
             return
