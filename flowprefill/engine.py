@@ -31,8 +31,8 @@ from flowprefill.inbox import Inbox
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_pool import BlockPool
 from flowprefill.kv.prefix import prefix_keys
-from flowprefill.loading import OnProgress
 from flowprefill.passes import Passes
+from flowprefill.programs.weights import OnProgress
 from flowprefill.recorder import PartedTimeline, Recorder
 from flowprefill.request import Request, TokenOutput
 from flowprefill.request_book import LiveRequest, RequestBook

@@ -19,13 +19,13 @@ from flowprefill.granularity import Granularity
 from flowprefill.host_memory import available_bytes
 from flowprefill.loading import (
     LoadedModel,
-    OnProgress,
     kv_cache_bytes,
     load_model,
     profile_model,
 )
 from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.programs.model_spec import read_model_spec, resolve_model_path
+from flowprefill.programs.weights import OnProgress
 
 if TYPE_CHECKING:
     from flowprefill.hooks.loading import HookedModel
@@ -46,8 +46,9 @@ def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress)
     """Load and profile what model.json names. Raises ConfigError or ModelLoadError."""
     path = resolve_model_path(config.model)
     granularity = Granularity.parse(config.granularity)
-    if _is_hooked(config, path, on_progress):
-        hooked = _load_hooked(config, path, on_progress)
+    architecture = _hooked_architecture(config, path, on_progress)
+    if architecture:
+        hooked = _load_hooked(config, path, architecture, on_progress)
         profile = hooked.profile(clock, on_progress)
         predictor: FittedPredictor = hooked.predictor(profile, granularity)
         return EngineModel(hooked.config, hooked, predictor, profile.is_bit_invariant)
@@ -59,17 +60,18 @@ def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress)
     return EngineModel(config, model, predictor, profile.is_bit_invariant)
 
 
-def _is_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> bool:
-    """Raises UnsupportedArchitectureError if neither kind of program can run the model."""
+def _hooked_architecture(config: EngineConfig, path: Path, on_progress: OnProgress) -> str | None:
+    """Of a model that is to be hooked; None = our own operators run it. Raises
+    UnsupportedArchitectureError if neither kind of program, or not the one asked for, can."""
+    from flowprefill.hooks.availability import check_available
+
     if config.program != "auto":
-        return config.program == "hooks"
+        return check_available(path) if config.program == "hooks" else None
     try:
         read_model_spec(path)
     except UnsupportedArchitectureError as error:
         if not path.is_dir():
             raise
-        from flowprefill.hooks.availability import check_available
-
         try:
             architecture = check_available(path)
         except UnsupportedArchitectureError as other:
@@ -77,14 +79,13 @@ def _is_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> boo
                 f"{error}; nor as a hooked model: {other}"
             ) from other
         on_progress(f"no native program for {architecture}: the transformers model is hooked", 1.0)
-        return True
-    return False
+        return architecture
+    return None
 
 
-def _load_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> HookedModel:
-    from flowprefill.hooks.availability import check_available
-
-    check_available(path)
+def _load_hooked(
+    config: EngineConfig, path: Path, architecture: str, on_progress: OnProgress
+) -> HookedModel:
     from flowprefill.hooks.loading import load_hooked
 
     device = make_device(config.device, config.max_slice_ms / 1000, config.num_threads)
@@ -94,4 +95,4 @@ def _load_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> H
             return kv_cache_bytes(config, need, *torch.cuda.mem_get_info(device.torch_device))
         return kv_cache_bytes(config, need, available_bytes())
 
-    return load_hooked(config, path, device, kv_bytes, on_progress)
+    return load_hooked(config, path, architecture, device, kv_bytes, on_progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +22,14 @@ from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
 from flowprefill.programs.choice import choose_kernels, make_operators
 from flowprefill.programs.decoder import DecoderProgram
-from flowprefill.programs.model_spec import ModelSpec, read_model_spec, resolve_model_path
+from flowprefill.programs.model_spec import (
+    ModelSpec,
+    check_max_model_len,
+    read_model_spec,
+    resolve_model_path,
+)
 from flowprefill.programs.program import RunSlice
-from flowprefill.programs.weights import DecoderWeights, load_weights
+from flowprefill.programs.weights import DecoderWeights, OnProgress, load_weights
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.version import __version__
 
@@ -35,8 +39,6 @@ over half of the free memory."""
 
 _MIN_KV_TOKENS = 256
 """KV cache that a useful engine has at least, unless max_model_len is smaller."""
-
-OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,7 @@ def _content(spec: ModelSpec, weights: DecoderWeights) -> str:
 
 def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
     limit = spec.max_position_embeddings
-    if max_model_len is not None and max_model_len > limit:
-        raise ConfigError(
-            f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
-        )
-    if max_model_len == 1:
-        raise ConfigError("model.json: max_model_len=1: must hold a prompt and its answer; >= 2")
+    check_max_model_len(max_model_len, limit)
     return replace(spec, max_position_embeddings=max_model_len or limit)
 
 
@@ -169,16 +166,7 @@ def profile_model(
     cache = cache or ProfileCache(ProfileCache.default_directory())
     key = _profile_key(model, max_tokens)
     profiler = _make_profiler(model, clock)
-    found = None if refresh else cache.load(key)
-    if found:
-        profiler.warm_up(max_tokens)
-        on_progress("profile from the cache", 1.0)
-        return found
-    profile = profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
-    problem = cache.try_store(key, profile)
-    if problem:
-        on_progress(f"profile not kept for later loads: {problem}", 1.0)
-    return profile
+    return cache.load_or_take(key, profiler, max_tokens, on_progress, refresh)
 
 
 def _make_profiler(model: LoadedModel, clock: Clock) -> Profiler:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError
-from flowprefill.host_cpu import cpu_model
+from flowprefill.host_cpu import cpu_model, num_cpus
 from flowprefill.server_layout import default_model_repository
 
 
@@ -30,7 +29,7 @@ def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:
     """Machine, model, seed and commit: what a figure must be quoted with."""
     return {
         "cpu": cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": num_cpus(),
         "model": config.model,
         "dtype": config.dtype,
         "device": config.device,
@@ -42,7 +41,7 @@ def describe_run(config: EngineConfig, seed: int) -> dict[str, Any]:
 def describe_machine(config: EngineConfig) -> str:
     """Model and machine, for the title of a picture of what was measured."""
     model = Path(config.model).name.removeprefix("package:")
-    return f"{model} on {cpu_model()}, {len(os.sched_getaffinity(0))} cores, measured"
+    return f"{model} on {cpu_model()}, {num_cpus()} cores, measured"
 
 
 def print_json(result: dict[str, Any], json_out: Path | None) -> None:

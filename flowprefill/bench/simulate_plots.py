@@ -7,7 +7,6 @@ All cells see the same windows and the same prediction errors; bands are 95% int
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.simulate_plan import Cell, Plan, take_window
 from flowprefill.granularity import Granularity
+from flowprefill.host_cpu import num_cpus
 from flowprefill.simulator.least_work import offline_bound_on
 from flowprefill.simulator.recorder import RecordedReplay
 from flowprefill.simulator.replay import Replay, Setup, at_load, rate_at_load_1
@@ -85,7 +85,7 @@ def sweep_all(
     windows = [(path, seed) for path in plan.traces for seed in _seeds(plan)]
     wanted = [_cell(*window, name) for window in windows for name in cells]
     context = multiprocessing.get_context("spawn")
-    num_processes = len(os.sched_getaffinity(0))
+    num_processes = num_cpus()
     with (
         bench_progress(len(wanted)) as progress,
         ProcessPoolExecutor(num_processes, mp_context=context) as pool,

@@ -8,7 +8,6 @@ window, and their intervals come from resampling the windows.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from flowprefill.bench.simulate_plan import Cell, Plan, take_window
 from flowprefill.bench.simulate_rates import rates_and_ratios
 from flowprefill.granularity import Granularity
+from flowprefill.host_cpu import num_cpus
 from flowprefill.simulator.measures import Measures, measure
 from flowprefill.simulator.replay import Setup
 
@@ -41,7 +41,7 @@ Samples = dict[Cell, Measures]
 
 def run(plan: Plan) -> dict[str, Any]:
     """Measure all cells on all cores, print the tables, return the JSON object."""
-    samples = measure_table(plan, num_processes=len(os.sched_getaffinity(0)))
+    samples = measure_table(plan, num_processes=num_cpus())
     results = {**summarise(plan, samples), **rates_and_ratios(plan, samples)}
     print_tables(plan, results)
     return results

@@ -7,9 +7,10 @@ from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
 from flowprefill.engine import scheduler_options
 from flowprefill.granularity import Granularity
-from flowprefill.loading import LoadedModel, OnProgress, load_model, profile_model
+from flowprefill.loading import LoadedModel, load_model, profile_model
 from flowprefill.predictor.fitted import FittedPredictor
 from flowprefill.predictor.profile import Profile
+from flowprefill.programs.weights import OnProgress
 from flowprefill.simulator.profiled import DeviceTimes, ProfiledPlatform
 
 NAME = "this CPU"

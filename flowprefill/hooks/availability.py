@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
-from typing import Any
 
-from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.errors import UnsupportedArchitectureError
+from flowprefill.programs.model_spec import read_json_object
 
 
 def check_available(path: Path) -> str:
@@ -21,7 +20,7 @@ def check_available(path: Path) -> str:
             "bench export-hf` makes one of it"
         )
     _check_packages(path)
-    keys = read_json(path / "config.json")
+    keys = read_json_object(path / "config.json")
     names = keys.get("architectures")
     name = str(names[0] if isinstance(names, list) and names else names)
     if "auto_map" in keys:
@@ -48,14 +47,3 @@ def _check_packages(path: Path) -> None:
                 f"{path}: a transformers model needs the package {name}: pip install "
                 "'flowprefill[hooks]'"
             )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """One JSON object. Raises ModelLoadError."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path}: must hold one JSON object")
-    return values

@@ -20,7 +20,6 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError
 from flowprefill.executor.device import Device
 from flowprefill.granularity import Granularity
-from flowprefill.hooks.availability import check_available, read_json
 from flowprefill.hooks.causal_lm import CausalLM
 from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_predictor
 from flowprefill.hooks.program import HookedProgram
@@ -28,6 +27,8 @@ from flowprefill.host_cpu import cpu_model
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
+from flowprefill.programs.model_spec import check_max_model_len, read_json_object
+from flowprefill.programs.weights import OnProgress
 from flowprefill.version import __version__
 
 _CPU_TILE_ROWS = 256
@@ -35,8 +36,6 @@ _CUDA_TILE_ROWS = 2048
 """Tokens of one forward pass in granularity `tile`: boundaries are as close as a pass is short."""
 _DEFAULT_MAX_LEN = 8192
 """Of a model that knows no limit, as recurrent ones do."""
-
-OnProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,9 @@ class HookedModel:
     def profile(self, clock: Clock, on_progress: OnProgress) -> Profile:
         """Seconds of passes, of an earlier load if there was one; nothing else may use the program
         meanwhile."""
-        kept, key = ProfileCache(ProfileCache.default_directory()), self._profile_key()
+        cache = ProfileCache(ProfileCache.default_directory())
         profiler = self._profiler(clock)
-        found = kept.load(key)
-        if found:
-            profiler.warm_up(self.max_tokens)
-            on_progress("profile from the cache", 1.0)
-            return found
-        profile = profiler.profile(
-            self.max_tokens, lambda fraction: on_progress("profile", fraction)
-        )
-        problem = kept.try_store(key, profile)
-        if problem:
-            on_progress(f"profile not kept for later loads: {problem}", 1.0)
-        return profile
+        return cache.load_or_take(self._profile_key(), profiler, self.max_tokens, on_progress)
 
     @property
     def max_tokens(self) -> int:
@@ -134,17 +122,18 @@ class HookedModel:
 def load_hooked(
     config: EngineConfig,
     path: Path,
+    architecture: str,
     device: Device,
     kv_bytes: Callable[[int], tuple[int, str]],
     on_progress: OnProgress,
 ) -> HookedModel:
     """Load the transformers model in the folder `path`.
 
+    architecture: its name, as check_available gives it
     kv_bytes: from the bytes of one request of max_model_len, those that the KV cache may have, and
     in words the setting that says so
-    Raises ConfigError, ModelLoadError or UnsupportedArchitectureError.
+    Raises ConfigError or ModelLoadError.
     """
-    architecture = check_available(path)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     on_progress("load weights", 0.0)
     model = _load(path, dtype).to(device.torch_device)
@@ -182,16 +171,11 @@ def _load(path: Path, dtype: torch.dtype) -> nn.Module:
 
 def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -> HookedSpec:
     limit = getattr(keys, "max_position_embeddings", None)
-    if limit and max_model_len and max_model_len > limit:
-        raise ConfigError(
-            f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
-        )
-    if max_model_len == 1:
-        raise ConfigError("model.json: max_model_len=1: must hold a prompt and its answer; >= 2")
+    check_max_model_len(max_model_len, limit)
     eos = keys.eos_token_id
     generation = path / "generation_config.json"
     if generation.is_file():
-        eos = read_json(generation).get("eos_token_id") or eos
+        eos = read_json_object(generation).get("eos_token_id") or eos
     ids = eos if isinstance(eos, list) else [eos]
     return HookedSpec(
         architecture,

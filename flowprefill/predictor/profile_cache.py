@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from flowprefill.predictor.profile import Profile
 from flowprefill.user_cache import make_directory, replacing, user_cache_directory
@@ -19,6 +20,18 @@ PROFILE_FORMAT = 2
 
 Key = Mapping[str, str | int]
 """Everything that a profile depends on, by name."""
+
+
+class TakesProfiles(Protocol):
+    """Runs passes of a model that nobody else uses meanwhile, of up to max_tokens."""
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Run what the first passes would wait for."""
+        ...
+
+    def profile(self, max_tokens: int, on_progress: Callable[[float], None]) -> Profile:
+        """Take a profile; on_progress gets the fraction done."""
+        ...
 
 
 class ProfileCache:
@@ -58,6 +71,27 @@ class ProfileCache:
         except OSError as error:
             return str(error)
         return None
+
+    def load_or_take(
+        self,
+        key: Key,
+        profiler: TakesProfiles,
+        max_tokens: int,
+        on_progress: Callable[[str, float], None],
+        refresh: bool = False,
+    ) -> Profile:
+        """The one that is kept, unless `refresh`, or a new one. One that cannot be kept costs a
+        stage of its own that says why."""
+        found = None if refresh else self.load(key)
+        if found:
+            profiler.warm_up(max_tokens)
+            on_progress("profile from the cache", 1.0)
+            return found
+        profile = profiler.profile(max_tokens, lambda fraction: on_progress("profile", fraction))
+        problem = self.try_store(key, profile)
+        if problem:
+            on_progress(f"profile not kept for later loads: {problem}", 1.0)
+        return profile
 
     def path(self, key: Key) -> Path:
         """The file of this key."""

@@ -10,12 +10,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.errors import ConfigError, ModelLoadError, UnsupportedArchitectureError
 from flowprefill.gguf_file import GgufFile
 from flowprefill.programs import llama, qwen
 from flowprefill.programs.family import Architecture, ConfigKeys, ModelSpec, RopeScaling
 
-__all__ = ["ModelSpec", "RopeScaling", "find_architecture", "read_model_spec", "resolve_model_path"]
+__all__ = [
+    "ModelSpec",
+    "RopeScaling",
+    "check_max_model_len",
+    "find_architecture",
+    "read_json_object",
+    "read_model_spec",
+    "resolve_model_path",
+]
 
 _GGUF_ARCHITECTURES: dict[str, Architecture] = {**llama.GGUF_ARCHITECTURES}
 _HF_ARCHITECTURES: dict[str, Architecture] = {**llama.HF_ARCHITECTURES, **qwen.HF_ARCHITECTURES}
@@ -67,11 +75,11 @@ def find_architecture(path: Path, name: object) -> Architecture:
 
 
 def _read_hf_spec(directory: Path) -> ModelSpec:
-    config = _read_json_object(directory / "config.json")
+    config = read_json_object(directory / "config.json")
     generation_path = directory / "generation_config.json"
     if generation_path.is_file():
         # As in transformers: where it names the ids that end an answer, it overrides config.json.
-        generation = _read_json_object(generation_path)
+        generation = read_json_object(generation_path)
         if generation.get("eos_token_id") is not None:
             config["eos_token_id"] = generation["eos_token_id"]
     names = config.get("architectures")
@@ -80,7 +88,18 @@ def _read_hf_spec(directory: Path) -> ModelSpec:
     return find_architecture(directory, name).read_spec(keys)
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def check_max_model_len(max_model_len: int | None, limit: int | None) -> None:
+    """Raises ConfigError. limit: the model's own; None = it knows none."""
+    if limit and max_model_len is not None and max_model_len > limit:
+        raise ConfigError(
+            f"model.json: max_model_len={max_model_len}: the model's limit is {limit}"
+        )
+    if max_model_len == 1:
+        raise ConfigError("model.json: max_model_len=1: must hold a prompt and its answer; >= 2")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """One JSON object. Raises ModelLoadError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
+from flowprefill.host_cpu import num_cpus
 from flowprefill.programs.model_spec import resolve_model_path
 
 WORKERS = ("openvino", "vllm", "transformers")
@@ -48,7 +48,7 @@ class Conditions:
     @staticmethod
     def of(config: EngineConfig, vocab_size: int, dtype: str, max_model_len: int) -> Conditions:
         """dtype: that of the loaded model, as torch or EngineInfo write it"""
-        num_threads = config.num_threads or len(os.sched_getaffinity(0))
+        num_threads = config.num_threads or num_cpus()
         return Conditions(vocab_size, dtype.removeprefix("torch."), num_threads, max_model_len)
 
 
