@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowprefill.admission import Admission
-from flowprefill.clock import MonotonicClock
+from flowprefill.clock import Clock, MonotonicClock
 from flowprefill.config import EngineConfig
-from flowprefill.engine_model import load_for_engine
+from flowprefill.engine_model import EngineModel, load_for_engine
 from flowprefill.errors import (
     EngineDeadError,
     InvalidParameterError,
@@ -42,6 +42,10 @@ from flowprefill.scheduler.scheduler import Scheduler, SchedulerOptions
 from flowprefill.stats import EngineCounters, EngineInfo, EngineStats
 from flowprefill.task_runner import TaskRunner
 from flowprefill.timeline import DeviceRun
+
+
+LoadModel = Callable[[EngineConfig, Clock, OnProgress], EngineModel]
+"""Called while an engine starts; raises ConfigError or ModelLoadError."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,16 @@ class Engine:
         config: EngineConfig,
         on_output: Callable[[TokenOutput], None],
         on_progress: OnProgress | None = None,
+        load: LoadModel = load_for_engine,
     ) -> None:
         """Load and profile the model, then start. Raises ConfigError or ModelLoadError.
 
         on_progress(stage, fraction): while loading, on the calling thread.
+        load: gives the model; another one than load_for_engine may share it between engines
         """
         report = on_progress or (lambda stage, fraction: None)
         self._clock = MonotonicClock()
-        loaded = load_for_engine(config, self._clock, report)
+        loaded = load(config, self._clock, report)
         self._config = config = loaded.config
         self._model = model = loaded.model
         self._predictor = loaded.predictor

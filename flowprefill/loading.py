@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,15 +58,26 @@ class LoadedModel:
     """Name and build of the operators."""
 
 
-def load_model(config: EngineConfig, on_progress: OnProgress) -> LoadedModel:
-    """Load what model.json names. Raises ConfigError or ModelLoadError."""
+MakeWeights = Callable[[ModelSpec, torch.dtype, torch.device], DecoderWeights]
+
+
+def load_model(
+    config: EngineConfig, on_progress: OnProgress, make_weights: MakeWeights | None = None
+) -> LoadedModel:
+    """Load what model.json names. Raises ConfigError or ModelLoadError.
+
+    make_weights: gives the weights, on the device, in place of the model's files
+    """
     path = resolve_model_path(config.model)
     spec = _with_max_model_len(read_model_spec(path), config.max_model_len)
     max_slice_s = config.max_slice_ms / 1000
     device = make_device(config.device, max_slice_s, config.num_threads)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     kernels = choose_kernels(config, spec, dtype, device.torch_device, on_progress)
-    weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
+    if make_weights:
+        weights = make_weights(spec, dtype, device.torch_device)
+    else:
+        weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
     on_progress("prepare operators", 0.0)
     content = _content(spec, weights)
     cache = KVCache(
