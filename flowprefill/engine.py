@@ -43,7 +43,6 @@ from flowprefill.stats import EngineCounters, EngineInfo, EngineStats
 from flowprefill.task_runner import TaskRunner
 from flowprefill.timeline import DeviceRun
 
-
 LoadModel = Callable[[EngineConfig, Clock, OnProgress], EngineModel]
 """Called while an engine starts; raises ConfigError or ModelLoadError."""
 
