@@ -116,13 +116,13 @@ def measure(
         progress.describe("starting peers")
         running = stack.enter_context(start_peers(peers, conditions))
         progress.describe("warm-up")
-        _decode(session, max(batches), Lengths(lengths.context, _WARM_UP_TOKENS))
+        decode_streams(session, max(batches), Lengths(lengths.context, _WARM_UP_TOKENS))
         for one in running:
             one.decode_s(lengths.context, _WARM_UP_TOKENS, seed)
         for index in range(rounds):
             for batch in batches if index % 2 == 0 else reversed(batches):
                 with progress.step(f"{batch} streams"):
-                    tokens_of = _decode(session, batch, lengths)
+                    tokens_of = decode_streams(session, batch, lengths)
                     measured.step_s[batch] += steady_steps(tokens_of)
             for one in running:
                 with progress.step(one.name):
@@ -132,7 +132,7 @@ def measure(
     return measured
 
 
-def _decode(session: Session, batch: int, lengths: Lengths) -> list[list[float]]:
+def decode_streams(session: Session, batch: int, lengths: Lengths) -> list[list[float]]:
     """When each token of each of `batch` streams was there."""
     answers = [
         session.submit(session.random_prompt(lengths.context), PATIENT, lengths.tokens)

@@ -20,6 +20,7 @@ from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel
 from flowprefill.predictor.fitted import FittedPredictor
+from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.program import Program, ProgramState, SequenceInput
 from flowprefill.sampling_params import SamplingParams
 
@@ -45,7 +46,7 @@ class Prefiller:
         """Time from the prompt to its first token, seconds. mode: one of MODES."""
         start_s = time.perf_counter()
         if mode == "whole":
-            program: Program = self._whole_operators(len(token_ids))
+            program: Program = with_whole_operators(self._model.program, len(token_ids))
             state = self._start(program, token_ids, Granularity("op"))
         else:
             state = self._start(self._model.program, token_ids, Granularity("tile"))
@@ -64,19 +65,21 @@ class Prefiller:
         table = BlockTable(blocks, block_size, self._model.device.torch_device)
         return program.prefill([SequenceInput(token_ids, 0, table)], granularity)
 
-    def _whole_operators(self, num_tokens: int) -> Program:
-        """The same weights, with slices that hold any operator of the whole prompt."""
-        program = copy.copy(self._model.program)
-        program.limits = dataclasses.replace(
-            program.limits,
-            tile_rows=num_tokens,
-            mlp_rows=None,
-            attention_work=num_tokens * num_tokens,
-        )
-        return program
-
     def _run_unchecked(self, state: ProgramState) -> None:
         run = self._model.device.run
         while not state.is_done:
             run(state.run_slice, 0.0, self._never)
         self._model.device.wait()
+
+
+def with_whole_operators(program: DecoderProgram, num_tokens: int) -> DecoderProgram:
+    """The same weights, with slices that hold any operator of prompts of up to num_tokens."""
+    program = copy.copy(program)
+    program.limits = dataclasses.replace(
+        program.limits,
+        tile_rows=num_tokens,
+        mlp_rows=None,
+        # more: attention takes rows by sixteens
+        attention_work=(num_tokens + 16) * num_tokens,
+    )
+    return program

@@ -12,7 +12,8 @@ from types import TracebackType
 
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.config import EngineConfig
-from flowprefill.engine import Engine
+from flowprefill.engine import Engine, LoadModel
+from flowprefill.engine_model import load_for_engine
 from flowprefill.request import SLO, FinishReason, PrefillTiming, Request, TokenOutput
 from flowprefill.sampling_params import SamplingParams
 
@@ -48,14 +49,18 @@ class Session:
     """Sends greedy requests to an engine of its own; a context manager that closes it."""
 
     def __init__(
-        self, config: EngineConfig, seed: int, on_progress: Callable[[str, float], None]
+        self,
+        config: EngineConfig,
+        seed: int,
+        on_progress: Callable[[str, float], None],
+        load: LoadModel = load_for_engine,
     ) -> None:
-        """Load the model; on_progress(stage, fraction) meanwhile."""
+        """Load the model; on_progress(stage, fraction) meanwhile. load: see Engine"""
         self._rng = random.Random(seed)
         self._req_ids = itertools.count(1)
         self._answers: dict[int, Answer] = {}
         self._changed = threading.Condition()
-        self.engine = Engine(config, self._on_output, on_progress)
+        self.engine = Engine(config, self._on_output, on_progress, load)
 
     def __enter__(self) -> Session:
         return self

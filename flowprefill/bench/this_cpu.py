@@ -37,9 +37,16 @@ def _load(
 ) -> tuple[ProfiledPlatform, LoadedModel, Profile]:
     model = load_model(config, on_progress)
     profile = profile_model(model, MonotonicClock(), on_progress)
+    return platform_of(config, model, profile, NAME), model, profile
+
+
+def platform_of(
+    config: EngineConfig, model: LoadedModel, profile: Profile, device_name: str
+) -> ProfiledPlatform:
+    """The platform that a profiled model is."""
     num_tokens = model.cache.num_blocks * model.cache.block_size
-    platform = ProfiledPlatform(
-        device_name=NAME,
+    return ProfiledPlatform(
+        device_name=device_name,
         model_name=config.model,
         times=DeviceTimes.from_profile(profile, model.spec.num_layers, model.program.limits),
         block_tokens=config.block_size,
@@ -48,4 +55,3 @@ def _load(
         # packs are bounded by the granularity, see ProfiledPlatform.options
         engine_options=scheduler_options(config, saturation_tokens=1),
     )
-    return platform, model, profile

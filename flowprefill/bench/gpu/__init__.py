@@ -1,0 +1,1 @@
+"""The benches for a CUDA card: whether everything is right there, and how quick it is."""
