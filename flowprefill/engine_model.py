@@ -13,7 +13,7 @@ import torch
 
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
-from flowprefill.errors import UnsupportedArchitectureError
+from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
 from flowprefill.executor.device import make_device
 from flowprefill.granularity import Granularity
 from flowprefill.host_memory import available_bytes
@@ -42,13 +42,22 @@ class EngineModel:
     is_bit_invariant: bool
 
 
+@dataclass(frozen=True)
+class _Hooked:
+    """A model that is to be hooked."""
+
+    architecture: str
+    refusal: str | None = None
+    """Why our own operators do not run it; None = they were not asked."""
+
+
 def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress) -> EngineModel:
     """Load and profile what model.json names. Raises ConfigError or ModelLoadError."""
     path = resolve_model_path(config.model)
     granularity = Granularity.parse(config.granularity)
-    architecture = _hooked_architecture(config, path, on_progress)
-    if architecture:
-        hooked = _load_hooked(config, path, architecture, on_progress)
+    chosen = _choose_hooked(config, path, on_progress)
+    if chosen:
+        hooked = _load_hooked(config, path, chosen, on_progress)
         profile = hooked.profile(clock, on_progress)
         predictor: FittedPredictor = hooked.predictor(profile, granularity)
         return EngineModel(hooked.config, hooked, predictor, profile.is_bit_invariant)
@@ -60,31 +69,53 @@ def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress)
     return EngineModel(config, model, predictor, profile.is_bit_invariant)
 
 
-def _hooked_architecture(config: EngineConfig, path: Path, on_progress: OnProgress) -> str | None:
-    """Of a model that is to be hooked; None = our own operators run it. Raises
-    UnsupportedArchitectureError if neither kind of program, or not the one asked for, can."""
+def _choose_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> _Hooked | None:
+    """None = our own operators run it, or say why they cannot. Raises UnsupportedArchitectureError
+    if neither kind of program, or not the one asked for, can; ModelLoadError if keys are broken."""
     from flowprefill.hooks.availability import check_available
 
-    if config.program != "auto":
-        return check_available(path) if config.program == "hooks" else None
+    if config.program == "hooks":
+        return _Hooked(check_available(path))
+    # transformers reads folders only
+    refusal = _refusal(path, config.max_model_len) if path.is_dir() else None
+    if config.program == "native" or refusal is None:
+        return None
     try:
-        read_model_spec(path)
+        architecture = check_available(path)
     except UnsupportedArchitectureError as error:
-        if not path.is_dir():
-            raise
-        try:
-            architecture = check_available(path)
-        except UnsupportedArchitectureError as other:
-            raise UnsupportedArchitectureError(
-                f"{error}; nor as a hooked model: {other}"
-            ) from other
-        on_progress(f"no native program for {architecture}: the transformers model is hooked", 1.0)
-        return architecture
-    return None
+        problem = f"{refusal.reason}; nor as a hooked model: {error}"
+        if not refusal.is_partial:
+            raise UnsupportedArchitectureError(problem) from error
+        on_progress(problem, 1.0)
+        return None
+    reason = f"no native program for {architecture}: {refusal.reason}"
+    on_progress(f"{reason}; the transformers model is hooked", 1.0)
+    return _Hooked(architecture, refusal.reason)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Why our own operators do not run a model."""
+
+    reason: str
+    is_partial: bool = False
+    """They do, as far as its attention window reaches."""
+
+
+def _refusal(path: Path, max_model_len: int | None) -> _Refusal | None:
+    """None = our own operators run it. Raises ModelLoadError if keys are missing or broken."""
+    try:
+        window = read_model_spec(path).sliding_window
+    except UnsupportedArchitectureError as error:
+        return _Refusal(str(error))
+    if window is None or (max_model_len is not None and max_model_len <= window):
+        return None
+    reason = f"{path}: sliding_window={window}: our operators take no longer sequences"
+    return _Refusal(reason, is_partial=max_model_len is None)
 
 
 def _load_hooked(
-    config: EngineConfig, path: Path, architecture: str, on_progress: OnProgress
+    config: EngineConfig, path: Path, chosen: _Hooked, on_progress: OnProgress
 ) -> HookedModel:
     from flowprefill.hooks.loading import load_hooked
 
@@ -95,4 +126,9 @@ def _load_hooked(
             return kv_cache_bytes(config, need, *torch.cuda.mem_get_info(device.torch_device))
         return kv_cache_bytes(config, need, available_bytes())
 
-    return load_hooked(config, path, architecture, device, kv_bytes, on_progress)
+    try:
+        return load_hooked(config, path, chosen.architecture, device, kv_bytes, on_progress)
+    except ModelLoadError as error:
+        if chosen.refusal is None:
+            raise
+        raise ModelLoadError(f"{chosen.refusal}; nor as a hooked model: {error}") from error

@@ -15,6 +15,7 @@ FlowPrefillError                    INTERNAL
 ├── ConfigError                     INVALID_ARG   a broken model.json; fails the load
 ├── ModelLoadError                  INTERNAL      weights or tokenizer that cannot be used
 │   ├── UnsupportedArchitectureError
+│   │   └── UnsupportedVariantError
 │   └── UnsupportedTokenizerError
 └── ServerStartError                INTERNAL      tritonserver cannot be started
 """
@@ -119,6 +120,10 @@ class ModelLoadError(FlowPrefillError):
 
 class UnsupportedArchitectureError(ModelLoadError):
     """No program exists for the model's architecture."""
+
+
+class UnsupportedVariantError(UnsupportedArchitectureError):
+    """The program of the model's architecture cannot run this variant of it."""
 
 
 class UnsupportedTokenizerError(ModelLoadError):

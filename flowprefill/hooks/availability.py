@@ -19,7 +19,7 @@ def check_available(path: Path) -> str:
             f"{path}: program='hooks' needs a Hugging Face folder, not a GGUF file; `flowprefill "
             "bench export-hf` makes one of it"
         )
-    _check_packages(path)
+    check_packages(path)
     keys = read_json_object(path / "config.json")
     names = keys.get("architectures")
     name = str(names[0] if isinstance(names, list) and names else names)
@@ -40,7 +40,8 @@ def check_available(path: Path) -> str:
     return name
 
 
-def _check_packages(path: Path) -> None:
+def check_packages(path: Path) -> None:
+    """Raises UnsupportedArchitectureError where a hooked model would lack a package."""
     for name in ("transformers", "greenlet"):
         if importlib.util.find_spec(name) is None:
             raise UnsupportedArchitectureError(

@@ -30,8 +30,10 @@ def find_boundaries(model: nn.Module, class_names: Sequence[str] = ()) -> Bounda
     """The boundaries of a model.
 
     class_names: of the modules to take, instead of the parts of its layers; "Linear" gives the
-    finest. Raises ConfigError for a name that the model has no module of.
+    finest. Raises ConfigError for a name that the model has no module of, and for a compiled model,
+    whose pass cannot be left.
     """
+    _check_eager(model)
     layers = decoder_layers(model)
     if not class_names:
         parts = [p for layer in layers for p in _parts(layer) or [layer]]
@@ -67,6 +69,12 @@ def _parts(layer: nn.Module) -> list[nn.Module]:
         if not type(child).__name__.endswith("Norm")
         and any(p.dim() > 1 for p in child.parameters())
     ]
+
+
+def _check_eager(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ConfigError(f"{type(module).__name__} is compiled: hook the model without that")
 
 
 def _check_names(model: nn.Module, names: Sequence[str]) -> None:

@@ -6,16 +6,17 @@ Knows no requests. Argument names differ between versions of transformers and ar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowprefill.errors import UnsupportedArchitectureError
+from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
 from flowprefill.hooks.boundaries import find_boundaries
 from flowprefill.hooks.suspend import Forward, hook
+from flowprefill.kv.host_copies import to_device
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _CONTINUED = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
@@ -23,8 +24,9 @@ _CONTINUED = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
 one token at a time: transformers 5.24 gives other logits when a Mamba prompt comes in parts."""
 _BATCHED = frozenset({"DynamicLayer"})
 """Classes of cache layers whose sequences can be padded into one batch."""
-_PLAIN_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary embedding that do not depend on the longest sequence of the batch."""
+_MOVING_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies follow the longest sequence of a pass: a prompt in parts, or
+beside others, would be rotated otherwise than alone."""
 _FIRST_TOKENS, _MORE_TOKENS = 8, 24
 
 
@@ -41,30 +43,44 @@ class CausalLM:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((n for n in _CACHE_NAMES if n in parameters), _CACHE_NAMES[1])
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._probe()
+        is_moving = _has_moving_rope(model)
+        self._moving = _dynamic_embeddings(model) if is_moving else []
+        self._probe(is_moving)
 
-    def start(self, token_ids: Sequence[int], cache: Any) -> Forward:
-        """A pass over tokens behind those in `cache`; None = the first ones."""
-        arguments = {"input_ids": torch.tensor([token_ids], device=self._device)}
+    def arguments(self, token_ids: Sequence[int], cache: Any) -> dict[str, Any]:
+        """Of a call of the model: tokens behind those in `cache`; None = the first ones."""
+        arguments = {"input_ids": to_device([token_ids], self._device)}
         if cache is not None:
             arguments[self._cache_name] = cache
-        return Forward(partial(self.model, **arguments, use_cache=True, **self._last_only))
+        return {**arguments, "use_cache": True, **self._last_only}
+
+    def start(self, token_ids: Sequence[int], cache: Any) -> Forward:
+        """A pass of these arguments."""
+        return self._forward(self.arguments(token_ids, cache))
 
     def start_batch(self, token_ids: Sequence[int], caches: Sequence[Any]) -> Forward:
         """A pass over one token each of several sequences, if is_batched; it fills their caches."""
         from flowprefill.hooks.batch_cache import joined  # which needs transformers
 
-        lengths = torch.tensor([num_tokens(cache) for cache in caches])
-        longest = int(lengths.max()) + 1
+        counts = [num_tokens(cache) for cache in caches]
+        longest = max(counts) + 1
+        lengths = to_device(counts, self._device)[:, None]
         # each sequence ends at the right edge of the batch
-        mask = torch.arange(longest) >= (longest - 1 - lengths)[:, None]
+        mask = torch.arange(longest, device=self._device) >= longest - 1 - lengths
         arguments = {
-            "input_ids": torch.tensor(token_ids, device=self._device)[:, None],
-            "attention_mask": mask.long().to(self._device),
-            "position_ids": lengths[:, None].to(self._device),
+            "input_ids": to_device(token_ids, self._device)[:, None],
+            "attention_mask": mask.long(),
+            "position_ids": lengths,
             self._cache_name: joined(caches),
         }
-        return Forward(partial(self.model, **arguments, use_cache=True, **self._last_only))
+        return self._forward({**arguments, "use_cache": True, **self._last_only})
+
+    def _forward(self, arguments: Mapping[str, Any]) -> Forward:
+        """A pass, which runs before the next one is made."""
+        for module in self._moving:  # back to where no earlier pass had grown it
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+            module.max_seq_len_cached = module.original_max_seq_len
+        return Forward(partial(self.model, **arguments))
 
     def cache_of(self, forward: Forward) -> Any:
         """The cache that a pass has filled."""
@@ -76,10 +92,9 @@ class CausalLM:
         logits: Tensor = forward.result.logits
         return logits[:, -1].float()
 
-    def _probe(self) -> None:
+    def _probe(self, is_moving: bool) -> None:
         """Run some tokens: what the cache is, how large, and how many boundaries a pass has."""
-        first = self.start([0] * _FIRST_TOKENS, None)
-        first.run(lambda: False)
+        first = self._run_alone(_FIRST_TOKENS)
         self.num_slices = first.num_boundaries + 1
         cache = self._get(first.result)
         layers = None if cache is None else getattr(cache, "layers", None)
@@ -90,13 +105,23 @@ class CausalLM:
             )
         kinds = {type(layer).__name__ for layer in layers}
         self.cache_kinds = ", ".join(sorted(kinds))
-        self.is_continued = kinds <= _CONTINUED
-        self.is_batched = kinds <= _BATCHED and _rope_kinds(self.model) <= _PLAIN_ROPE
-        longer = self.start([0] * _MORE_TOKENS, None)
-        longer.run(lambda: False)
+        self.is_continued = kinds <= _CONTINUED and not is_moving
+        self.is_batched = kinds <= _BATCHED and not is_moving
+        longer = self._run_alone(_MORE_TOKENS)
         sizes = cache_bytes(cache), cache_bytes(self._get(longer.result))
         self.token_bytes = max(0, sizes[1] - sizes[0]) // (_MORE_TOKENS - _FIRST_TOKENS)
         self.sequence_bytes = max(0, sizes[0] - self.token_bytes * _FIRST_TOKENS)
+
+    def _run_alone(self, num_tokens: int) -> Forward:
+        forward = self.start([0] * num_tokens, None)
+        try:
+            forward.run(lambda: False)
+        except Exception as error:  # of many kinds, all of them the model's
+            raise ModelLoadError(
+                f"{type(self.model).__name__}: a pass over {num_tokens} tokens fails: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return forward
 
     def _get(self, result: Any) -> Any:
         names = (self._cache_name, *_CACHE_NAMES)
@@ -121,8 +146,20 @@ def cache_bytes(cache: Any) -> int:
     return sum(found.values())
 
 
-def _rope_kinds(model: nn.Module) -> set[str]:
+def _has_moving_rope(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
-    return {str(r.get("rope_type") or r.get("type") or "default") for r in nested}
+    kinds = {str(r.get("rope_type") or r.get("type") or "default") for r in nested}
+    return any(moving in kind for kind in kinds for moving in _MOVING_ROPE)
+
+
+def _dynamic_embeddings(model: nn.Module) -> list[Any]:
+    """Modules whose frequencies stay with the longest sequence they have seen."""
+    needed = ("inv_freq", "original_inv_freq", "max_seq_len_cached", "original_max_seq_len")
+    return [
+        module
+        for module in model.modules()
+        if "dynamic" in str(getattr(module, "rope_type", ""))
+        and all(hasattr(module, name) for name in needed)
+    ]

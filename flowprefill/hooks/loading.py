@@ -94,7 +94,7 @@ class HookedModel:
             return [BlockTable(r, cache.block_size, self.device.torch_device) for r in ranges]
 
         vocab_size = self.spec.vocab_size
-        return HookedProfiler(self.program, self.device.wait, clock, new_tables, vocab_size)
+        return HookedProfiler(self.program, self.device, clock, new_tables, vocab_size)
 
     def _profile_key(self) -> Key:
         """Everything that seconds of passes depend on."""
@@ -134,12 +134,14 @@ def load_hooked(
     in words the setting that says so
     Raises ConfigError or ModelLoadError.
     """
-    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = model_dtype(config, device)
     on_progress("load weights", 0.0)
-    model = _load(path, dtype).to(device.torch_device)
+    model, unused = load_causal_lm(path, dtype, device.torch_device)
     on_progress("load weights", 1.0)
+    if unused:
+        on_progress(f"{len(unused)} tensors have no place in it, such as {unused[0]!r}", 1.0)
     spec = _spec(model.config, path, architecture, config.max_model_len)
-    program = HookedProgram(CausalLM(model, config.hook_boundaries), _tile_rows(device))
+    program = HookedProgram(CausalLM(model, config.hook_boundaries), tile_rows(device))
     cache = CountedBlocks(
         _num_blocks(program.lm, spec, config.block_size, kv_bytes), config.block_size
     )
@@ -147,7 +149,13 @@ def load_hooked(
     return HookedModel(config, spec, device, dtype, cache, program, _kernels())
 
 
-def _load(path: Path, dtype: torch.dtype) -> nn.Module:
+def load_causal_lm(
+    path: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, list[str]]:
+    """The transformers model in the folder `path`, and the tensors there that it has no place for.
+
+    Raises ModelLoadError.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -160,19 +168,24 @@ def _load(path: Path, dtype: torch.dtype) -> nn.Module:
             use_safetensors=True,
             output_loading_info=True,
         )
+        model: nn.Module = loaded[0]
+        if any(p.device != device for p in model.parameters()):
+            model = model.to(device)  # quantised ones are there, and some refuse to be moved
     except Exception as error:  # of many kinds, all of them the model's
         raise ModelLoadError(f"{path}: transformers cannot load it: {error}") from error
-    model: nn.Module = loaded[0]
     missing = sorted(map(str, loaded[1]["missing_keys"]))
     if missing:  # transformers would go on with random numbers
         raise ModelLoadError(f"{path}: {len(missing)} tensors are missing, such as {missing[0]!r}")
-    return model.eval()
+    return model.eval(), sorted(map(str, loaded[1]["unexpected_keys"]))
 
 
 def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -> HookedSpec:
     limit = getattr(keys, "max_position_embeddings", None)
     check_max_model_len(max_model_len, limit)
-    eos = keys.eos_token_id
+    vocab_size = getattr(keys, "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ModelLoadError(f"{path}: config.json: vocab_size={vocab_size!r}: must be a number")
+    eos = getattr(keys, "eos_token_id", None)
     generation = path / "generation_config.json"
     if generation.is_file():
         eos = read_json_object(generation).get("eos_token_id") or eos
@@ -180,7 +193,7 @@ def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -
     return HookedSpec(
         architecture,
         max_model_len or limit or _DEFAULT_MAX_LEN,
-        keys.vocab_size,
+        vocab_size,
         tuple(int(i) for i in ids if i is not None),
     )
 
@@ -209,7 +222,16 @@ def _num_blocks(
     return memory // block_bytes
 
 
-def _tile_rows(device: Device) -> int:
+def model_dtype(config: EngineConfig, device: Device) -> torch.dtype:
+    """Of the weights, and of the keys and values."""
+    if config.dtype == "auto":
+        return device.default_dtype
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def tile_rows(device: Device) -> int:
+    """Tokens of one forward pass in granularity `tile`."""
     return _CUDA_TILE_ROWS if device.torch_device.type == "cuda" else _CPU_TILE_ROWS
 
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from flowprefill.clock import Clock
+from flowprefill.executor.device import Device
 from flowprefill.granularity import Granularity
 from flowprefill.hooks.program import HookedProgram
+from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.fitted import FittedPredictor, fit
 from flowprefill.predictor.profile import Profile
@@ -90,17 +92,16 @@ class HookedProfiler:
     def __init__(
         self,
         program: HookedProgram,
-        wait: Callable[[], None],
+        device: Device,
         clock: Clock,
         new_tables: Callable[[int, int], list[BlockTable]],
         vocab_size: int,
     ) -> None:
-        """wait: returns when everything launched has run
-        new_tables(sequences, tokens): blocks of so many sequences; [] = the cache is too small
-        """
+        """new_tables(sequences, tokens): blocks of so many sequences; [] = too many for the cache"""
         self._program = program
-        self._wait = wait
+        self._device = device
         self._clock = clock
+        self._never = Interrupt(clock)
         self._new_tables = new_tables
         self._tokens = random.Random(0).choices(range(vocab_size), k=_LENGTHS[-1])
 
@@ -153,8 +154,8 @@ class HookedProfiler:
 
     def _run(self, state: ProgramState) -> None:
         while not state.is_done:
-            state.run_slice()
-        self._wait()
+            self._device.run(state.run_slice, 0.0, self._never)
+        self._device.wait()  # for all of them: a launched slice may not have run yet
 
     def _prefill(self, length: int) -> ProgramState:
         [table] = self._new_tables(1, length)

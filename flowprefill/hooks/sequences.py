@@ -56,7 +56,7 @@ class Sequences:
             found = self._by_table[table] = Sequence()
         if table.num_blocks == len(found.blocks):
             return found
-        for block in table.ids[len(found.blocks) : table.num_blocks].tolist():
+        for block in table.block_ids(len(found.blocks)):
             reference = self._owners.get(block)
             owner = reference() if reference else None
             if owner is not None and owner is not found:

@@ -11,6 +11,8 @@ more threads of OpenMP. Knows no scheduler, no cache and no transformers.
 
 from __future__ import annotations
 
+import contextvars
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 MustLeave = Callable[[], bool]
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 class Forward:
@@ -30,8 +33,11 @@ class Forward:
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        """call: the forward pass; must not refer to this object, so that dropping it frees all."""
+        """call: the forward pass; must not refer to this object, so that dropping it frees all. It
+        sees the context variables of whoever makes this object."""
         self._suspended = _Suspended(call)
+        # else it would see none of the context variables that are set here
+        self._suspended.gr_context = contextvars.copy_context()
         self._thread_id: int | None = None
         self._result: Any = None
         self.is_done = False
@@ -65,21 +71,22 @@ class Forward:
         if suspended.dead:
             raise RuntimeError("the forward pass has failed or was closed")
         suspended.must_leave = must_leave
-        suspended.parent = getcurrent()
-        # Set outside of the greenlet: grad mode is the thread's, which runs other passes meanwhile.
-        with torch.inference_mode():
-            result = suspended.switch()
+        result = self._enter(suspended.switch)
         if suspended.dead:
             self._result, self.is_done, suspended.module = result, True, None
         return self.is_done
 
     def held_bytes(self) -> int:
-        """Bytes of the tensors that the suspended pass holds, parameters and caches left out."""
+        """Bytes of the tensors that the suspended pass holds, parameters left out, and caches but
+        for what a boundary within attention holds of one layer's."""
         frame = self._suspended.gr_frame
         sizes: dict[int, int] = {}
         while frame is not None:
-            for value in frame.f_locals.values():
+            copied = frame.f_locals
+            for value in copied.values():
                 _add_tensors(value, sizes)
+            if type(copied) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                copied.clear()  # before CPython 3.13 the frame keeps it, and so all its tensors
             frame = frame.f_back
         return sum(sizes.values())
 
@@ -87,12 +94,30 @@ class Forward:
         """End it where it was left. Closing twice, or after the end, does nothing."""
         if self._suspended.dead or self._thread_id != threading.get_ident():
             return  # dropped in another thread: greenlet ends it when its own thread switches next
-        self._suspended.parent = getcurrent()
-        with torch.inference_mode():
-            self._suspended.throw()
+        self._suspended.must_leave = _never  # what it does on its way out is not left
+        self._enter(self._suspended.throw)
 
     def __del__(self) -> None:
         self.close()
+
+    def _enter(self, switch: Callable[[], Any]) -> Any:
+        """Switch into the pass and back. What torch keeps per thread is the pass's own meanwhile,
+        and afterwards that of the passes and callers outside."""
+        suspended = self._suspended
+        suspended.parent = getcurrent()
+        outside = _autocast()
+        try:
+            with torch.inference_mode():  # its end also turns off what the pass has turned on
+                if suspended.autocast not in (None, outside):
+                    _set_autocast(suspended.autocast)
+                try:
+                    return switch()
+                finally:
+                    suspended.autocast = _autocast()
+        finally:
+            suspended.must_leave = None  # which may refer to this object
+            if suspended.autocast != outside:
+                _set_autocast(outside)
 
     def _check_thread(self) -> None:
         thread_id = threading.get_ident()
@@ -105,6 +130,8 @@ class _Suspended(greenlet):  # type: ignore[misc]
     must_leave: MustLeave | None = None
     num_boundaries = 0
     module: nn.Module | None = None
+    autocast: Any = None
+    """Where it was left, as of _autocast()."""
 
     def reach(self, module: nn.Module) -> None:
         self.num_boundaries += 1
@@ -112,6 +139,24 @@ class _Suspended(greenlet):  # type: ignore[misc]
             self.module = module
             assert self.parent is not None, "it runs, so somebody switched to it"
             self.parent.switch()
+
+
+def _never() -> bool:
+    return False
+
+
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    """What this thread casts to, by the device types of _AUTOCAST_DEVICES."""
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in _AUTOCAST_DEVICES
+    )
+
+
+def _set_autocast(state: tuple[tuple[bool, torch.dtype], ...]) -> None:
+    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, state, strict=True):
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def _at_boundary(module: nn.Module, args: object) -> None:

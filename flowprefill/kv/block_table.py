@@ -45,6 +45,10 @@ class BlockTable:
         self.is_contiguous &= all(b == self.first + i for i, b in enumerate(block_ids, start))
         self.num_blocks = end
 
+    def block_ids(self, start: int) -> list[int]:
+        """The blocks from the start-th on, known without asking the device."""
+        return self._block_ids[start:]
+
     def slot(self, position: int) -> int:
         """Slot of one token position."""
         assert position < self.num_blocks * self.block_size, f"no block for token {position}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flowprefill.errors import ModelLoadError
+from flowprefill.errors import ModelLoadError, UnsupportedVariantError
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     """Tokens that end an answer; empty if the model names none."""
     bos_token_id: int | None
+    sliding_window: int | None = field(default=None, repr=False)
+    """Where max_position_embeddings is capped at it: the model itself goes on beyond. Not in the
+    repr, which is part of the caches' keys: it changes no weight and no slice."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -106,7 +109,8 @@ class Architecture:
     """How one architecture is read from one file format."""
 
     read_spec: Callable[[ConfigKeys], ModelSpec]
-    """Config keys -> spec; raises ModelLoadError for variants that the program cannot run."""
+    """Config keys -> spec; raises UnsupportedVariantError for variants that the program cannot run,
+    ModelLoadError for keys that are broken."""
     names: TensorNames
     interleaved_rope: bool = False
     """Rows of q and k are stored so that rotation pairs are neighbours (GGUF llama), not half a
@@ -167,12 +171,37 @@ class ConfigKeys:
         return ids[0] if ids else None
 
     def only(self, key: str, supported: object) -> None:
-        """Refuse any value of `key` but `supported` (or its absence)."""
-        if self.get(key, supported) != supported:
-            raise self.error(key, f"is not supported, only {supported!r} is")
+        """Refuse any value of `key` but `supported` (or its absence).
+
+        Raises UnsupportedVariantError, or ModelLoadError for what no model has there.
+        """
+        value = self.get(key, supported)
+        if value == supported:
+            return
+        kind, name = _kind_of(supported)
+        # bool is a kind of int, but no number of anything
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.error(key, f"must be {name}")
+        raise self.variant(key, f"is not supported, only {supported!r} is")
 
     def error(self, key: str, problem: str) -> ModelLoadError:
-        """A ModelLoadError about one key."""
+        """About a key that is missing or broken."""
+        return ModelLoadError(self._describe(key, problem))
+
+    def variant(self, key: str, problem: str) -> UnsupportedVariantError:
+        """About a key that says what the native program cannot do."""
+        return UnsupportedVariantError(self._describe(key, problem))
+
+    def _describe(self, key: str, problem: str) -> str:
         value = self.values.get(key)
         shown = f"{key} is missing: it" if value is None else f"{key}={repr(value)[:80]}:"
-        return ModelLoadError(f"{self.where}: {shown} {problem}")
+        return f"{self.where}: {shown} {problem}"
+
+
+def _kind_of(supported: object) -> tuple[type | tuple[type, ...], str]:
+    """Types of the values that a key may have beside this one, and in words."""
+    if supported is None:
+        return dict, "an object"
+    if isinstance(supported, bool):
+        return bool, "true or false"
+    return (str, "a text") if isinstance(supported, str) else ((int, float), "a number")

@@ -48,7 +48,7 @@ def read_spec(
     """Build the spec from the shared keys.
 
     sliding_window: attention window in tokens where the model has an active one.
-    Raises ModelLoadError for a missing key, a wrong value, or a variant that is not supported.
+    Raises ModelLoadError for a missing key or a wrong value, UnsupportedVariantError.
     """
     for key in ("attention_bias", "mlp_bias"):
         keys.only(key, False)
@@ -58,6 +58,8 @@ def read_spec(
     num_heads, hidden_size = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     max_positions = keys.integer("max_position_embeddings")
     rope_theta, rope_scaling = _read_rope(keys, max_positions)
+    if sliding_window is not None and sliding_window >= max_positions:
+        sliding_window = None  # no sequence is longer
     return ModelSpec(
         architecture=keys.get("architectures")[0],
         num_layers=keys.integer("num_hidden_layers"),
@@ -67,7 +69,7 @@ def read_spec(
         head_dim=keys.integer("head_dim", hidden_size // num_heads),
         intermediate_size=keys.integer("intermediate_size"),
         vocab_size=keys.integer("vocab_size"),
-        max_position_embeddings=min(max_positions, sliding_window or max_positions),
+        max_position_embeddings=sliding_window or max_positions,
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
@@ -76,6 +78,7 @@ def read_spec(
         qk_norm=qk_norm,
         eos_token_ids=keys.token_ids("eos_token_id"),
         bos_token_id=keys.token_id("bos_token_id"),
+        sliding_window=sliding_window,
     )
 
 
@@ -84,6 +87,8 @@ def _read_rope(keys: ConfigKeys, max_positions: int) -> tuple[float, RopeScaling
     values = keys.get(block, {})
     if not isinstance(values, dict):
         raise keys.error(block, "must be an object")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise keys.variant(block, "is not supported where kinds of layers have their own")
     rope = ConfigKeys(values, f"{keys.where}: {block}")
     rope.only("partial_rotary_factor", 1.0)
     theta = rope.number("rope_theta", keys.number("rope_theta", 10_000.0))
@@ -103,4 +108,6 @@ def _read_rope(keys: ConfigKeys, max_positions: int) -> tuple[float, RopeScaling
                 "original_max_position_embeddings", max_positions
             ),
         )
-    raise rope.error(kind_key, "is not supported, only default, linear and llama3 are")
+    if not isinstance(kind, str):
+        raise rope.error(kind_key, "must be a text")
+    raise rope.variant(kind_key, "is not supported, only default, linear and llama3 are")

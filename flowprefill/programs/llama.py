@@ -44,7 +44,9 @@ def _read_gguf(keys: ConfigKeys) -> ModelSpec:
     keys.only("llama.expert_count", 0)
     keys.only("llama.rope.scale_linear", 1.0)
     max_positions = keys.integer("llama.context_length")
-    window = keys.integer("llama.attention.sliding_window", 0, minimum=0) or max_positions
+    window: int | None = keys.integer("llama.attention.sliding_window", 0, minimum=0)
+    if not window or window >= max_positions:
+        window = None
     # A chat model ends its turn with eot where it has one; eos ends the document.
     eos_ids = [keys.token_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return ModelSpec(
@@ -56,7 +58,7 @@ def _read_gguf(keys: ConfigKeys) -> ModelSpec:
         head_dim=head_dim,
         intermediate_size=keys.integer("llama.feed_forward_length"),
         vocab_size=keys.integer("llama.vocab_size", len(keys.get("tokenizer.ggml.tokens", []))),
-        max_position_embeddings=min(max_positions, window),
+        max_position_embeddings=window or max_positions,
         rms_norm_eps=keys.number("llama.attention.layer_norm_rms_epsilon"),
         rope_theta=keys.number("llama.rope.freq_base", 10_000.0),
         rope_scaling=_read_gguf_rope_scaling(keys),
@@ -65,6 +67,7 @@ def _read_gguf(keys: ConfigKeys) -> ModelSpec:
         qk_norm=False,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
         bos_token_id=keys.token_id("tokenizer.ggml.bos_token_id"),
+        sliding_window=window,
     )
 
 

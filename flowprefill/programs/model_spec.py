@@ -54,8 +54,8 @@ def resolve_model_path(model: str) -> Path:
 def read_model_spec(path: Path) -> ModelSpec:
     """Read the shape and constants of the model at `path` (see resolve_model_path).
 
-    Raises UnsupportedArchitectureError, or ModelLoadError naming the key that is missing, wrong or
-    asks for a variant that is not supported.
+    Raises UnsupportedArchitectureError, UnsupportedVariantError naming the key that asks for what
+    the architecture's program cannot do, or ModelLoadError naming the key that is missing or wrong.
     """
     if path.is_dir():
         return _read_hf_spec(path)

@@ -18,10 +18,12 @@ def _active_window(keys: ConfigKeys) -> int | None:
     if layer_types is None:
         first = keys.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
         is_active = first < keys.integer("num_hidden_layers")
-    elif isinstance(layer_types, list) and set(layer_types) <= {"full_attention", _SLIDING}:
+    elif not isinstance(layer_types, list) or not all(isinstance(t, str) for t in layer_types):
+        raise keys.error("layer_types", "must be a list of texts")
+    elif set(layer_types) <= {"full_attention", _SLIDING}:
         is_active = _SLIDING in layer_types
     else:
-        raise keys.error("layer_types", f"only full_attention and {_SLIDING} are supported")
+        raise keys.variant("layer_types", f"only full_attention and {_SLIDING} are supported")
     return keys.integer("sliding_window", _DEFAULT_WINDOW) if is_active else None
 
 

@@ -88,9 +88,9 @@ class Answers:
         return {i: [o.token_id for o in outputs] for i, outputs in self.outputs.items()}
 
 
-def greedy(name: str, tokens: list[int], count: int) -> list[int]:
+def greedy(name: str, tokens: list[int], count: int, **more: Any) -> list[int]:
     """By the model itself, without a cache."""
-    model, found = make_model(name), list(tokens)
+    model, found = make_model(name, **more), list(tokens)
     with torch.inference_mode():
         for _ in range(count):
             found.append(int(model(input_ids=torch.tensor([found])).logits[0, -1].argmax()))
@@ -246,3 +246,13 @@ def test_native_is_native_or_an_error(folder: Callable[[str], Path]) -> None:
     assert "Mamba" in CONFIGS
     with pytest.raises(UnsupportedArchitectureError, match="MambaForCausalLM"):
         Answers(folder("Mamba"), program="native")
+
+
+def test_weights_without_a_place_are_named(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(folder("Phi3"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.extra.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with Answers(tmp_path) as answers:
+        [line] = [stage for stage in answers.stages if "no place" in stage]
+        assert "1 tensors" in line and "model.layers.1.mlp.extra.weight" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import threading
 import weakref
@@ -134,3 +135,116 @@ def test_removed_hooks_leave_no_boundaries() -> None:
     model = flowprefill.preemptible(Net())
     model.remove()
     assert model(torch.randn(4, 8)).run()
+
+
+def test_looking_at_what_it_holds_keeps_nothing() -> None:
+    net = Net()
+    outputs: list[weakref.ref[Tensor]] = []
+    net.layers[0].register_forward_hook(lambda *call: outputs.append(weakref.ref(call[-1])))
+    forward = flowprefill.preemptible(net)(torch.randn(1000, 8))
+    forward.run()
+    forward.run()
+    assert outputs[0]() is not None and forward.held_bytes() > 0
+    forward.run()
+    assert outputs[0]() is None, "it was replaced by what the second layer gave"
+
+
+def test_what_decides_may_refer_to_the_pass() -> None:
+    net = Net()
+    forward = flowprefill.preemptible(net)(torch.randn(4, 8))
+    gc.disable()
+    try:
+        forward.run(lambda one=forward: one.num_boundaries == 2)
+        del forward
+        assert net.num_unwound == 1
+    finally:
+        gc.enable()
+
+
+class Tidy(Net):
+    """Runs a layer on its way out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        finally:
+            self.layers[0](x)
+            self.num_unwound += 1
+
+
+def test_a_closed_pass_is_not_left_on_its_way_out() -> None:
+    net = Tidy()
+    forward = flowprefill.preemptible(net)(torch.randn(4, 8))
+    forward.run()
+    forward.close()
+    assert net.num_unwound == 2
+    with pytest.raises(RuntimeError, match="was closed"):
+        forward.run()
+
+
+class Casting(Net):
+    """Computes in bfloat16 whatever is set outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+def test_autocast_of_a_parked_pass_is_its_own() -> None:
+    net, x = Casting(), torch.randn(4, 8)
+    expected = net(x)
+    assert expected.dtype is torch.bfloat16
+    model = flowprefill.preemptible(net)
+    forward, dropped = model(x), model(x)
+    for one in (forward, dropped):
+        one.run()
+        assert not torch.is_autocast_enabled("cpu"), "it is for the pass alone"
+    del one, dropped
+    assert not torch.is_autocast_enabled("cpu")
+    assert forward.run(lambda: False) and torch.equal(forward.result, expected)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_pass_that_began_under_autocast_goes_on_under_it() -> None:
+    net, x = Net(), torch.randn(4, 8)
+    forward = flowprefill.preemptible(net)(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = net(x)
+        forward.run()
+    assert forward.run(lambda: False) and torch.equal(forward.result, expected)
+
+
+ASKED: contextvars.ContextVar[str] = contextvars.ContextVar("asked", default="nothing")
+
+
+class Asking(Net):
+    """Tells what a context variable was at its begin and end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found = [ASKED.get()]
+        ASKED.set("its own")
+        x = super().forward(x)
+        self.found.append(ASKED.get())
+        return x
+
+
+def test_context_variables_are_those_of_the_caller_and_then_its_own() -> None:
+    net = Asking()
+    token = ASKED.set("the caller's")
+    try:
+        forward = flowprefill.preemptible(net)(torch.randn(4, 8))
+        forward.run()
+        assert ASKED.get() == "the caller's"
+        forward.run(lambda: False)
+    finally:
+        ASKED.reset(token)
+    assert net.found == ["the caller's", "its own"]
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compiled"):
+        flowprefill.preemptible(torch.compile(Net(), backend="eager"))
+    net = Net()
+    net.layers[1].compile(backend="eager")
+    with pytest.raises(ConfigError, match="Sequential is compiled"):
+        flowprefill.preemptible(net)

@@ -26,6 +26,7 @@ _MIXTURE = {"num_experts_per_tok": 2}
 _GEMMA = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": _ATTENTION,
+    "Mistral": {**_ATTENTION, "sliding_window": 16},
     "Qwen2": _ATTENTION,
     "Qwen3": {**_ATTENTION, "head_dim": 8},
     "Gemma3": {**_ATTENTION, "head_dim": 8, "sliding_window": 16, "layer_types": _GEMMA},
@@ -39,18 +40,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 ARCHITECTURES = tuple(CONFIGS)
 
 
-def make_model(name: str, **more: Any) -> nn.Module:
+def make_model(architecture: str, **more: Any) -> nn.Module:
     """A model of one of ARCHITECTURES, the same each time."""
     import transformers
 
-    suffix = "TextConfig" if name == "Gemma3" else "Config"
-    config = getattr(transformers, name + suffix)(**{**_SIZES, **CONFIGS[name], **more})
-    if name == "Mamba":
+    suffix = "TextConfig" if architecture == "Gemma3" else "Config"
+    keys = {**_SIZES, **CONFIGS[architecture], **more}
+    config = getattr(transformers, architecture + suffix)(**keys)
+    if architecture == "Mamba":
         del config.max_position_embeddings
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():  # larger than at the start of a training
-        nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else None
+    model: nn.Module = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():  # larger than at the start of a training
+        if parameter.dim() > 1 or name.endswith("proj.bias"):
+            nn.init.normal_(parameter, std=0.2)
     return model.eval()
 
 

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.errors import (
+    ModelLoadError,
+    UnsupportedArchitectureError,
+    UnsupportedVariantError,
+)
 from flowprefill.programs.model_spec import (
     ModelSpec,
     RopeScaling,
@@ -219,6 +223,47 @@ def test_variant_that_is_not_supported_is_refused_by_name(
     with pytest.raises(ModelLoadError) as caught:
         read_model_spec(config_of(architecture, **changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["x"]}),
+    ],
+)
+def test_another_program_may_run_what_is_a_variant(config_of, architecture, changes):
+    with pytest.raises(UnsupportedVariantError):
+        read_model_spec(config_of(architecture, **changes))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("llama", {"attention_bias": 1}, "attention_bias=1: must be true or false"),
+        ("llama", {"hidden_act": 7}, "hidden_act=7: must be a text"),
+        ("llama", {"partial_rotary_factor": "half"}, "must be a number"),
+        ("llama", {"partial_rotary_factor": False}, "must be a number"),
+        ("llama", {"quantization_config": "fp8"}, "must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": 5}}, "rope_type=5: must be a text"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": [1]}, "must be a list of texts"),
+        ("llama", {"hidden_size": ...}, "hidden_size is missing"),
+    ],
+)
+def test_no_program_can_run_what_is_broken(config_of, architecture, changes, message):
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        read_model_spec(config_of(architecture, **changes))
+    assert not isinstance(caught.value, UnsupportedArchitectureError)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(128, 128), (512, None), (None, None)])
+def test_a_window_is_named_where_it_caps_the_context(config_of, window, cap):
+    assert read_model_spec(config_of("mistral", sliding_window=window)).sliding_window == cap
 
 
 def test_eos_outside_the_vocabulary_is_refused(config_of):
