@@ -17,6 +17,7 @@ from flowprefill.bench import (
     decode_mix,
     goodput,
     hol,
+    hooks,
     path,
     prefill,
     prefix,
@@ -52,6 +53,7 @@ bench_app.command("path")(path.run)
 bench_app.command("scheduler")(scheduler.run)
 bench_app.command("decode-mix")(decode_mix.run)
 bench_app.command("prefix")(prefix.run)
+bench_app.command("hooks")(hooks.run)
 bench_app.command("goodput")(goodput.run)
 bench_app.command("servers")(server_goodput.run)
 bench_app.command("scenarios")(scenarios.run)

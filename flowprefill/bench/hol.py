@@ -1,15 +1,16 @@
 """`flowprefill bench hol`: does a short urgent prompt wait behind a long one?
 
-Through a real tritonserver that holds the same model once per policy. An idle engine costs nothing,
-so the policies alternate within seconds of each other, and the machine's drift hits them alike. All
-times are taken at the client, from sending a request to its first token.
+Through a real tritonserver that holds the same model once per policy, or once per program and
+policy. An idle engine costs nothing, so they alternate within seconds of each other, and the
+machine's drift hits them alike. All times are taken at
+the client, from sending a request to its first token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
@@ -66,10 +67,17 @@ class PolicyRun:
 
 
 def run(
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the policies alternate.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the models alternate.")] = 5,
     long_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the long prompt.")] = 7500,
     short_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the short prompt.")] = 64,
     policies: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "s-edf,fcfs",
+    program: Annotated[
+        str | None,
+        typer.Option(
+            help="native, hooks (the transformers model; a GGUF file is exported for it), or both "
+            "beside each other; default: as the configuration says."
+        ),
+    ] = None,
     model_json: ModelJson = None,
     seed: Seed = 0,
     json_out: JsonOut = None,
@@ -77,6 +85,7 @@ def run(
     """Measure a short urgent prompt that arrives at 10, 50 and 90% of a long one's TTFT."""
     from rich.console import Console
 
+    from flowprefill.bench.hooked import by_program
     from flowprefill_client import ServerError
 
     names = policies.split(",")
@@ -85,60 +94,75 @@ def run(
             raise ConfigError(f"policy {name!r}: must be one of {', '.join(POLICIES)}")
     config = load_model_json(model_json)
     try:
-        runs = measure(config, names, rounds, long_tokens, short_tokens, seed)
+        with by_program(config, program) as configs:
+            models = contenders(configs, names)
+            runs = measure(models, rounds, long_tokens, short_tokens, seed)
     except ServerError as error:
         raise BenchmarkError(f"the server failed a request: {error}") from error
-    results = {name: summarise(runs[name], long_tokens, short_tokens) for name in names}
+    results = {name: summarise(one, long_tokens, short_tokens) for name, one in runs.items()}
     Console().print(make_table(results))
-    run_facts = {"rounds": rounds, "granularity": config.granularity, **describe_run(config, seed)}
-    print_json({**results, "run": run_facts}, json_out)
+    facts = {"rounds": rounds, "granularity": config.granularity, **describe_run(config, seed)}
+    print_json({**results, "run": {**facts, "program": program or config.program}}, json_out)
+
+
+def contenders(
+    configs: Mapping[str, EngineConfig], policies: Sequence[str]
+) -> dict[str, EngineConfig]:
+    """Models to measure, by policy; by `program/policy` where there are several programs."""
+    from flowprefill.bench.servers import with_policy
+
+    return {
+        f"{program}/{policy}" if len(configs) > 1 else policy: with_policy(config, policy)
+        for program, config in configs.items()
+        for policy in policies
+    }
 
 
 def measure(
-    config: EngineConfig,
-    policies: Sequence[str],
+    models: Mapping[str, EngineConfig],
     rounds: int,
     long_tokens: int,
     short_tokens: int,
     seed: int,
 ) -> dict[str, PolicyRun]:
-    """Start a server and measure all policies; shows progress on standard error."""
+    """Start a server and measure all models; shows progress on standard error."""
     from rich.console import Console
 
     from flowprefill.bench.prompts import prompt_maker
-    from flowprefill.bench.servers import model_name, serve_policies
+    from flowprefill.bench.servers import model_name, serve_models
     from flowprefill_client import Client
 
-    make_prompt = prompt_maker(config, seed)
+    make_prompt = prompt_maker(next(iter(models.values())), seed)  # all have one tokenizer
     with contextlib.ExitStack() as stack:
-        with Console(stderr=True).status(f"starting tritonserver with {len(policies)} engines"):
-            url = stack.enter_context(serve_policies(config, policies))
-        num_steps = rounds * len(policies) * (1 + len(MOMENTS))
+        with Console(stderr=True).status(f"starting tritonserver with {len(models)} engines"):
+            served = {model_name(name): config for name, config in models.items()}
+            url = stack.enter_context(serve_models(served))
+        num_steps = rounds * len(models) * (1 + len(MOMENTS))
         progress = stack.enter_context(bench_progress(num_steps))
         benches = {}
-        for policy in policies:
-            client = stack.enter_context(Client(url, model_name(policy)))
-            benches[policy] = _Bench(policy, client, make_prompt, long_tokens, short_tokens)
-            benches[policy].warm_up()
+        for name in models:
+            client = stack.enter_context(Client(url, model_name(name)))
+            benches[name] = _Bench(name, client, make_prompt, long_tokens, short_tokens)
+            benches[name].warm_up()
         for index in range(rounds):
-            for policy in policies if index % 2 == 0 else reversed(policies):
-                benches[policy].run_round(progress.step)
-    return {policy: bench.run for policy, bench in benches.items()}
+            for name in list(models)[:: 1 if index % 2 == 0 else -1]:
+                benches[name].run_round(progress.step)
+    return {name: bench.run for name, bench in benches.items()}
 
 
 class _Bench:
-    """Sends the prompts of one policy."""
+    """Sends the prompts of one model."""
 
     def __init__(
         self,
-        policy: str,
+        name: str,
         client: Client,
         make_prompt: Callable[[int], str],
         long_tokens: int,
         short_tokens: int,
     ) -> None:
         self.run = PolicyRun()
-        self._policy = policy
+        self._name = name
         self._client = client
         self._make_prompt = make_prompt
         self._long_tokens = long_tokens
@@ -151,10 +175,10 @@ class _Bench:
 
     def run_round(self, step: Step) -> None:
         """A long prompt alone; then for each moment a short one alone and one into a long one."""
-        with step(f"{self._policy}: long alone"):
+        with step(f"{self._name}: long alone"):
             self.run.long_solo_s.append(_ttft(self._send(self._long_tokens, LONG_SLO_MS)))
         for moment in MOMENTS:
-            with step(f"{self._policy}: short at {moment:.0%} of long"):
+            with step(f"{self._name}: short at {moment:.0%} of long"):
                 self.run.short_solo_s.append(_ttft(self._send(self._short_tokens, SHORT_SLO_MS)))
                 before = self._client.engine_stats()
                 self.run.encounters.append(self._meet(moment))
@@ -239,7 +263,7 @@ def _summarise_moment(encounters: list[Encounter]) -> dict[str, float]:
 
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
-    """One row per policy and moment."""
+    """One row per model and moment."""
     from rich.table import Table
 
     table = Table(title="TTFT in seconds: a short prompt meets a long one")

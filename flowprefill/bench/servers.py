@@ -1,4 +1,4 @@
-"""A tritonserver for a benchmark: the same model once per policy, on free ports."""
+"""A tritonserver for a benchmark: the same model in several configurations, on free ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flowprefill.config import EngineConfig
@@ -17,9 +17,17 @@ from flowprefill.server import ServerOptions, TritonServer, free_ports
 @contextlib.contextmanager
 def serve_policies(config: EngineConfig, policies: Sequence[str]) -> Iterator[str]:
     """Run a tritonserver with one model per policy; yields its gRPC address, host:port."""
+    models = {model_name(p): with_policy(config, p) for p in policies}
+    with serve_models(models) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serve_models(models: Mapping[str, EngineConfig]) -> Iterator[str]:
+    """Run a tritonserver with these models by name; yields its gRPC address, host:port."""
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
-        for policy in policies:
-            write_model(Path(directory) / model_name(policy), config, policy)
+        for name, config in models.items():
+            write_model(Path(directory) / name, config, config.policy)
         # One after the other, so that engines do not disturb each other's calibration.
         options = dataclasses.replace(
             on_free_ports(Path(directory)), extra_args=("--model-load-thread-count=1",)
@@ -61,5 +69,10 @@ def write_model(directory: Path, config: EngineConfig, policy: str) -> None:
 
 
 def model_name(policy: str) -> str:
-    """The name under which a policy's model is served."""
-    return "hol_" + policy.replace("-", "_")
+    """The name under which the model of a policy, or of `program/policy`, is served."""
+    return "hol_" + policy.replace("-", "_").replace("/", "_")
+
+
+def with_policy(config: EngineConfig, policy: str) -> EngineConfig:
+    """The same configuration under another policy. Raises ConfigError for one that is not known."""
+    return dataclasses.replace(config, policy=policy)  # type: ignore[arg-type]

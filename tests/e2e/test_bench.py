@@ -55,6 +55,16 @@ def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path, model_jso
     assert result["run"]["granularity"] == "tile"
 
 
+def test_hol_sets_the_hooked_model_beside_the_native_one(model_json: str) -> None:
+    result = bench("hol", "--rounds", "1", "--long-tokens", "2000", "--policies", "s-edf",
+                   "--program", "both", "--model-json", model_json)  # fmt: skip
+    assert list(result) == ["native/s-edf", "hooks/s-edf", "run"]
+    for name in ("native/s-edf", "hooks/s-edf"):
+        assert result[name]["preemptions"] >= 2
+        assert result[name]["short_ttft_max_s"] < result[name]["long_ttft_p50_s"]
+    assert result["run"]["program"] == "both"
+
+
 def test_blocking_measures_each_preemption(model_json: str) -> None:
     result = bench("blocking", "--preemptions", "5", "--long-tokens", "2000",
                    "--granularity", "tile", "--granularity", "chunk:1000",
