@@ -30,9 +30,10 @@ $(READY): pyproject.toml constraints.txt
 serve: $(READY)
 	@exec $(BIN)/flowprefill serve $(ARGS)
 
-# Everything that needs neither a GPU nor many minutes.
+# Everything that needs neither a GPU nor many minutes. Tests with a server take turns in one process
+# (tests/conftest.py), all others run in the second one meanwhile.
 test: check
-	$(BIN)/pytest -m "not gpu and not slow" $(ARGS)
+	$(BIN)/pytest -n 2 -m "not gpu and not slow" $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/pytest -m "slow" $(ARGS)

@@ -4,6 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
 from flowprefill.openmp import let_threads_sleep
 
 pytest_plugins = ["tests.live_server"]
@@ -13,3 +16,16 @@ if not Path("/dev/nvidiactl").exists():
 # Profiles and weights of this session; never the user's own. Processes that tests start inherit it.
 _cache = tempfile.TemporaryDirectory(prefix="flowprefill-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
+
+
+class ServerTestsTakeTurns(LoadScopeScheduling):  # type: ignore[misc]
+    """Where tests run in parallel, those with a server are one piece of work: they share it, and
+    each server has what is left of the machine to itself."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "server" if nodeid.startswith(("tests/e2e/", "tests/scenarios/")) else nodeid
+
+
+@pytest.hookimpl
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ServerTestsTakeTurns:
+    return ServerTestsTakeTurns(config, log)
