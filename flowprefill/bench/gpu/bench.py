@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flowprefill.bench.gpu.reference import Reference
     from flowprefill.programs.weights import OnProgress
 
-SHARES = {"prefill": 100.0, "blocking": 160.0, "decode": 40.0, "parked": 20.0, "goodput": 110.0}
+SHARES = {"prefill": 110.0, "blocking": 180.0, "decode": 25.0, "parked": 5.0, "goodput": 110.0}
 """Of the time, by stage."""
 DEFAULT_TRACE = "qwentrace_like_synthetic_10min.csv"
 _HEADROOM_BYTES = 10 * 10**9

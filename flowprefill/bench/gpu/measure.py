@@ -33,7 +33,8 @@ from flowprefill.programs.program import ProgramState, SequenceInput
 from flowprefill.programs.slices import Group
 
 SYNCHRONISED = "op, synchronised"
-GRANULARITIES = ("tile", "op", "layer", SYNCHRONISED)
+GRANULARITIES = {"tile": 4.0, "op": 2.0, "layer": 2.0, SYNCHRONISED: 2.0}
+"""And the time of each, in any unit: the bar is that of the first."""
 _ROUND_PREEMPTIONS = 25
 """Asked for at a time, between two looks at the clock."""
 _ROUND_PREFILLS = 6
@@ -60,6 +61,16 @@ class Sizes:
     def longest(self) -> int:
         return max(self.lengths)
 
+    @property
+    def shares(self) -> Sequence[float]:
+        """Of what is left of a stage, for each length: more for the first ones."""
+        return shares_of_rest(range(len(self.lengths), 0, -1))
+
+
+def shares_of_rest(weights: Sequence[float]) -> Sequence[float]:
+    """The share that each of several things has of what the ones before it left."""
+    return [weight / sum(weights[index:]) for index, weight in enumerate(weights)]
+
 
 # ---- prefill ------------------------------------------------------------------------------------
 
@@ -78,16 +89,20 @@ def measure_prefill(
     spec = model.spec
     rounds: dict[int, Rounds] = {}
     gemm = [gemm_flops(spec, model.dtype, model.device.torch_device)]
-    for index, length in enumerate(sizes.lengths):
+    for length, share in zip(sizes.lengths, sizes.shares, strict=True):
         needed_s = predictor.prefill_s(length) * len(ways) * (MIN_ROUNDS + 1)
         if not budget.allows(f"prefill of {length} tokens", needed_s):
             continue
         progress.describe(f"prefill of {length} tokens")
-        part = budget.part(1 / (len(sizes.lengths) - index))
+        part = budget.part(share)
         these = {name: partial(way, length) for name, way in ways.items()}
-        rounds[length] = run_rounds(
-            these, sizes.max_rounds, part.left_s, seed, on_round=lambda: None
-        )
+        try:
+            rounds[length] = run_rounds(
+                these, sizes.max_rounds, part.left_s, seed, on_round=lambda: None
+            )
+        except torch.OutOfMemoryError:
+            budget.cut(f"prefill of {length} tokens: the card has no memory for one of the ways")
+            continue
         gemm.append(gemm_flops(spec, model.dtype, model.device.torch_device))
     if not rounds:
         return {}
@@ -121,8 +136,9 @@ def measure_blocking(
 ) -> dict[str, Any]:
     """Figures of `bench blocking` by granularity and length."""
     results: dict[str, Any] = {}
-    for index, name in enumerate(GRANULARITIES):
-        part = budget.part(1 / (len(GRANULARITIES) - index))
+    shares = shares_of_rest([*GRANULARITIES.values()])
+    for name, share in zip(GRANULARITIES, shares, strict=True):
+        part = budget.part(share)
         if not part.allows(f"blocking at {name}"):
             continue
         found = _measure_granularity(random_model, name, sizes, seed, progress, part)
@@ -149,8 +165,8 @@ def _measure_granularity(
     with Session(config, seed, progress.show_loading, random_model.for_engine) as session:
         bench = BlockingBench(session, sizes.short_tokens, seed)
         bench.warm_up()
-        for index, length in enumerate(sizes.lengths):
-            part = budget.part(1 / (len(sizes.lengths) - index))
+        for length, share in zip(sizes.lengths, sizes.shares, strict=True):
+            part = budget.part(share)
             what = f"blocking of {length} tokens at {name}"
             if not part.allows(what, _ROUND_PREFILLS * prefill_s(length)):
                 continue
