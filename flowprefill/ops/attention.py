@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.kv.cache import MAX_KEY_TILE
+from flowprefill.kv.host_copies import to_device
 
 _FIRST_EDGES = (0, 128, 512, 1024)
 """Narrow tiles first, so that a short context does not pay for a wide one; all block-aligned."""
@@ -122,7 +123,7 @@ def _mask_future(
     width = scores.shape[-1]
     device = scores.device
     row_positions = torch.arange(num_rows, device=device).repeat_interleave(group)
-    last_key = torch.tensor(first, device=device).unsqueeze(1) + row_positions
+    last_key = to_device(first, device).unsqueeze(1) + row_positions
     padded = scores.shape[1] - num_rows * group
     last_key = torch.nn.functional.pad(last_key, (0, padded), value=start + width)
     keys = torch.arange(start, start + width, device=device)
@@ -148,7 +149,7 @@ def _exp2_in_vectors(x: Tensor) -> Tensor:
 def _without_unwritten(v: Tensor, first: Sequence[int], num_rows: int, start: int) -> Tensor:
     """V with zeros where a sequence has no tokens yet: what others left there may be NaN."""
     width = v.shape[1]
-    ends = torch.tensor(first, device=v.device) + (num_rows - start)
+    ends = to_device(first, v.device) + (num_rows - start)
     is_unwritten = torch.arange(width, device=v.device) >= ends.unsqueeze(1)  # [seqs, keys]
     per_head = is_unwritten.repeat_interleave(v.shape[0] // len(first), dim=0)
     return v.masked_fill(per_head.unsqueeze(-1), 0.0)

@@ -18,7 +18,7 @@ from flowprefill.programs import native_operators
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.native_operators import NativeOperators
 from flowprefill.programs.operators import Operators
-from flowprefill.programs.torch_operators import TorchOperators
+from flowprefill.programs.torch_operators import SumRanks, TorchOperators
 from flowprefill.programs.weights import DecoderWeights
 from flowprefill.user_cache import user_cache_directory
 
@@ -71,17 +71,19 @@ def make_operators(
     weights: DecoderWeights,
     cache: KVCache,
     num_threads: int,
+    sum_ranks: SumRanks | None = None,
 ) -> tuple[Operators, str]:
     """The operators, and name and build of their kernels.
 
     cache: packed for the native kernels
+    sum_ranks: of a model that is divided; not for the native kernels
     """
     if kernels == "native":
+        assert sum_ranks is None
         native = NativeOperators(spec, weights, cache, num_threads)
         return native, f"native {build_name()}"
     if kernels == "triton":
         from flowprefill.programs import triton_operators
 
-        name = f"triton {triton_operators.build_name()}"
-        return triton_operators.TritonOperators(spec, weights, cache), name
-    return TorchOperators(spec, weights, cache), "torch"
+        return triton_operators.make_operators(spec, weights, cache, sum_ranks)
+    return TorchOperators(spec, weights, cache, sum_ranks), "torch"

@@ -20,7 +20,7 @@ from flowprefill.interrupt import Interrupt
 from flowprefill.kv.host_copies import to_device
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Operators, Rows, SliceRun, slice_ends
-from flowprefill.programs.program import SequenceInput, SliceCost
+from flowprefill.programs.program import ProgramState, SequenceInput, SliceCost
 from flowprefill.programs.slices import (
     Group,
     PassPlan,
@@ -40,7 +40,7 @@ class DecoderProgram:
         self.operators = operators
         self.limits = limits
 
-    def prefill(self, inputs: Sequence[SequenceInput], granularity: Granularity) -> DecoderState:
+    def prefill(self, inputs: Sequence[SequenceInput], granularity: Granularity) -> ProgramState:
         """Start the prefill of one or several prompts, packed. Several are one pass, not chunks."""
         lengths = [i.start + len(i.token_ids) for i in inputs]
         if granularity.kind == "chunk" and len(inputs) == 1:
@@ -55,7 +55,7 @@ class DecoderProgram:
             passes.append((spans, plan_prefill(spans, self.limits, granularity, is_final)))
         return DecoderState(self, inputs, passes, in_op_order=granularity.kind == "op")
 
-    def decode(self, inputs: Sequence[SequenceInput]) -> DecoderState:
+    def decode(self, inputs: Sequence[SequenceInput]) -> ProgramState:
         """Start a decode step: one token of each sequence."""
         spans = [Span(i.start, i.start + 1) for i in inputs]
         plan = plan_decode([s.end for s in spans], self.limits, self.spec.num_layers)
@@ -241,9 +241,26 @@ class DecoderState:
     def _attended(self, piece: Slice) -> Attended:
         """Whose keys the rows of an attention slice read."""
         if piece.sequence is not None:
-            return Attended([self._inputs[piece.sequence].table], [piece.position])
+            return self._attended_by_prompts(piece, piece.sequence)
         rows, each = slice(piece.start, piece.end), self._one_row_each
         return Attended(each.tables[rows], each.first[rows], is_newest=True)
+
+    def _attended_by_prompts(self, piece: Slice, first: int) -> Attended:
+        """first: the sequence of its first row"""
+        sequences = range(first, first + piece.num_sequences)
+        tables = [self._inputs[i].table for i in sequences]
+        if len(sequences) == 1:
+            return Attended(tables, [piece.position])
+        spans, _ = self._passes[self._pass]
+        row = sum(s.end - s.start for s in spans[:first])
+        positions, num_rows = [], []
+        for span in spans[first : sequences.stop]:
+            end = row + span.end - span.start
+            start = max(row, piece.start)
+            positions.append(span.start + start - row)
+            num_rows.append(min(end, piece.end) - start)
+            row = end
+        return Attended(tables, positions, num_rows=num_rows)
 
     @cached_property
     def _one_row_each(self) -> Attended:

@@ -6,6 +6,7 @@ TorchOperators runs anywhere; NativeOperators is the quick path of a CPU, Triton
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,13 +46,20 @@ class Addresses:
 
 @dataclass(frozen=True)
 class Attended:
-    """Sequences whose query rows attend together, the same number of consecutive rows of each."""
+    """Sequences of each of which consecutive query rows attend, packed in this order."""
 
     tables: Sequence[BlockTable]
     first: Sequence[int]
     """Position of each sequence's first query row."""
     is_newest: bool = False
     """Of each sequence its newest token alone: a decode step, or the head of a prefill."""
+    num_rows: Sequence[int] = ()
+    """Rows of each sequence; empty = the same number of each."""
+
+    def rows_of_each(self, total: int) -> Sequence[int]:
+        """total: query rows of all sequences"""
+        num_seqs = len(self.tables)
+        return self.num_rows or [total // num_seqs] * num_seqs
 
     @cached_property
     def addresses(self) -> Addresses:
@@ -61,17 +69,17 @@ class Attended:
             array("q", [tensor.data_ptr() for tensor in ids]), array("q", self.first), ids
         )
 
-    def placed(self, num_rows: int) -> Tensor:
+    def placed(self, total: int) -> Tensor:
         """The same on the tables' device, for kernels there: kernels.attention's `sequences`.
 
-        num_rows: query rows of each sequence, packed
+        total: query rows of all sequences
         """
-        if num_rows not in self._placed:
+        if total not in self._placed:
+            edges = [0, *itertools.accumulate(self.rows_of_each(total))]
             tables, first = self.addresses.tables, self.first
-            edges = range(0, (len(tables) + 1) * num_rows, num_rows)
             described = list(zip(tables, first, edges, edges[1:], strict=False))
-            self._placed[num_rows] = to_device(described, self.tables[0].ids.device)
-        return self._placed[num_rows]
+            self._placed[total] = to_device(described, self.tables[0].ids.device)
+        return self._placed[total]
 
     @cached_property
     def _placed(self) -> dict[int, Tensor]:
@@ -118,7 +126,8 @@ class Operators(Protocol):
     def attention(self, layer: int, q: Tensor, attended: Attended, run: SliceRun) -> int:
         """Overwrite queries by attention's output. Returns how many slices ran.
 
-        q: [num_seqs * rows of each, q_size], sequence by sequence
+        q: [rows of all sequences, q_size], sequence by sequence
+        attended: with different numbers of rows only where SliceLimits.packs_attention says so
         run: of several sequences one slice
         """
         ...

@@ -41,15 +41,19 @@ class Slice:
     end: int
     """Rows start..end of the pass."""
     sequence: int | None = None
-    """Attention of a prefill: the sequence that the rows belong to; None = each row is its own."""
+    """Attention of a prefill: the (first) sequence that the rows belong to; None = each row is its
+    own."""
     position: int = 0
-    """Attention of a prefill: token position of row `start`."""
+    """Attention of a prefill: token position of row `start`; of several sequences the mean."""
     num_keys: int = 0
-    """Keys that a row reads at most (prefill), or that all rows read together (decode)."""
+    """Keys that a row reads at most (prefill; of several sequences the mean), or that all rows read
+    together (decode)."""
     num_layers: int = 1
     """LAYERS: how many."""
     is_boundary: bool = False
     """The task may be left after this slice."""
+    num_sequences: int = 1
+    """Attention of a prefill: from `sequence` on."""
 
     @property
     def num_rows(self) -> int:
@@ -101,6 +105,8 @@ class SliceLimits:
     """Weights of a layer."""
     key_bytes: int = 0
     """K and V of one token in one layer."""
+    packs_attention: bool = False
+    """One attention slice may be of several sequences of a prefill."""
 
     @staticmethod
     def for_device(
@@ -111,6 +117,7 @@ class SliceLimits:
         bytes_per_s: float,
         value_bytes: int,
         key_tiles: KeyTiles = TORCH_KEY_TILES,
+        packs_attention: bool = False,
     ) -> SliceLimits:
         """From the class's rates: FLOP/s of products and of attention, bytes read per second.
 
@@ -130,6 +137,7 @@ class SliceLimits:
             decode_bytes=int(max_slice_s / 2 * bytes_per_s),
             layer_bytes=(mlp_weights + qkv_weights) * value_bytes,
             key_bytes=2 * spec.kv_size * value_bytes,
+            packs_attention=packs_attention,
         )
 
     def decode_layers(self, num_keys: int) -> int:
@@ -181,9 +189,7 @@ def plan_prefill(
     """
     tiles = _tiles(spans, limits.tile_rows)
     qkv = [Slice(Group.QKV, tile[0].start, tile[-1].end) for tile in tiles]
-    attention = [
-        [part for piece in tile for part in _attention_parts(piece, limits)] for tile in tiles
-    ]
+    attention = [_attention_of_tile(tile, limits) for tile in tiles]
     mlp = [_mlp_parts(s, limits) for s in qkv]
     if granularity.kind == "op":  # each operator over the whole prompt before the next
         layer = [*qkv, *itertools.chain(*attention), *itertools.chain(*mlp)]
@@ -256,6 +262,40 @@ def _tiles(spans: Sequence[Span], tile_rows: int) -> list[list[_Piece]]:
                 tiles.append([piece])
             row, position = piece.end, edge
     return tiles
+
+
+def _attention_of_tile(tile: Sequence[_Piece], limits: SliceLimits) -> list[Slice]:
+    """Attention slices of one tile, in the order of its rows."""
+    parts = [part for piece in tile for part in _attention_parts(piece, limits)]
+    if not limits.packs_attention:
+        return parts
+    packs: list[list[Slice]] = []
+    for part in parts:
+        if packs and _fits(packs[-1], part, limits):
+            packs[-1].append(part)
+        else:
+            packs.append([part])
+    return [_joined(pack) for pack in packs]
+
+
+def _fits(pack: Sequence[Slice], part: Slice, limits: SliceLimits) -> bool:
+    """Whether another sequence's part may share their slice."""
+    work = sum(p.num_rows * p.num_keys for p in (*pack, part))
+    return pack[-1].sequence != part.sequence and work <= limits.attention_work
+
+
+def _joined(pack: Sequence[Slice]) -> Slice:
+    """One slice of all their rows, which costs what they cost: so rows x keys is kept."""
+    if len(pack) == 1:
+        return pack[0]
+    num_rows = sum(p.num_rows for p in pack)
+    return replace(
+        pack[0],
+        end=pack[-1].end,
+        num_sequences=len(pack),
+        position=sum(p.num_rows * p.position for p in pack) // num_rows,
+        num_keys=-(-sum(p.num_rows * p.num_keys for p in pack) // num_rows),
+    )
 
 
 def _attention_parts(piece: _Piece, limits: SliceLimits) -> list[Slice]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Rows, SliceRun
 from flowprefill.programs.rope_frequencies import rope_frequencies
 from flowprefill.programs.weights import DecoderWeights, LayerWeights
+
+SumRanks: TypeAlias = Callable[[Tensor], Tensor]
+"""Of a model that is divided among ranks: the sum of each rank's products. May overwrite them."""
 
 
 class _Layer:
@@ -39,8 +43,17 @@ class TorchOperators:
 
     runs_several_slices = False
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache) -> None:
-        """Takes the layers out of `weights`, so that no second copy of them stays."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        cache: KVCache,
+        sum_ranks: SumRanks | None = None,
+    ) -> None:
+        """Takes the layers out of `weights`, so that no second copy of them stays.
+
+        spec, weights, cache: of this rank's part, where the model is divided; None = it is not
+        """
         self.cache = cache
         self._spec = spec
         self._device = weights.embed.device
@@ -52,6 +65,7 @@ class TorchOperators:
             rope_frequencies(spec), spec.max_position_embeddings, self._device
         )
         self._query_scale = query_scale(spec.head_dim)
+        self._sum_ranks = sum_ranks or (lambda product: product)
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         return self._embed[to_device(token_ids, self._device)]
@@ -79,14 +93,15 @@ class TorchOperators:
         num_seqs = len(attended.tables)
         per_seq = q.view(num_seqs, -1, self._spec.num_heads, self._spec.head_dim)
         order = sorted(range(num_seqs), key=lambda i: -attended.first[i])
+        rows = to_device(order, q.device)
         out = paged_attention(
-            per_seq[order] if num_seqs > 1 else per_seq,
+            per_seq[rows] if num_seqs > 1 else per_seq,
             self.cache.k[layer],
             self.cache.v[layer],
             [attended.tables[i] for i in order],
             [attended.first[i] for i in order],
         )
-        per_seq[order] = out
+        per_seq[rows] = out
 
     def mlp(self, layer: int, hidden: Tensor, attended: Tensor, run: SliceRun) -> int:
         num_rows = run.ends[0]
@@ -95,9 +110,9 @@ class TorchOperators:
 
     def _feed_forward(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
         weights = self._layers[layer]
-        hidden += weights.o_proj(attended)
+        hidden += self._sum_ranks(weights.o_proj(attended))
         normed = rmsnorm(hidden, weights.post_norm, self._spec.rms_norm_eps)
-        hidden += weights.down(silu_and_mul(weights.gate_up(normed)))
+        hidden += self._sum_ranks(weights.down(silu_and_mul(weights.gate_up(normed))))
 
     def layers(
         self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended

@@ -9,6 +9,8 @@ products are, whose kernel cuBLAS chooses by the number of rows.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import triton
 from torch import Tensor
@@ -24,9 +26,16 @@ from flowprefill.kernels.attention import (
 from flowprefill.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from flowprefill.kernels.rope import HeadNorms, rope_and_write
 from flowprefill.kv.cache import KVCache
+from flowprefill.programs.decode_graphs import (
+    MAX_ROWS,
+    Capturer,
+    CudaCapturer,
+    DecodeGraphs,
+    make_buckets,
+)
 from flowprefill.programs.model_spec import ModelSpec
 from flowprefill.programs.operators import Attended, Rows
-from flowprefill.programs.torch_operators import TorchOperators
+from flowprefill.programs.torch_operators import SumRanks, TorchOperators
 from flowprefill.programs.weights import DecoderWeights
 
 
@@ -38,9 +47,17 @@ def build_name() -> str:
 class TritonOperators(TorchOperators):
     """Implements Operators."""
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, cache: KVCache) -> None:
-        """Takes the layers out of `weights`, so that no second copy of them stays."""
-        super().__init__(spec, weights, cache)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        cache: KVCache,
+        sum_ranks: SumRanks | None = None,
+    ) -> None:
+        """See TorchOperators."""
+        super().__init__(spec, weights, cache, sum_ranks)
+        self.graphs: DecodeGraphs | None = None
+        """Of decode steps, if they were recorded."""
         dtype = weights.embed.dtype
         self._prefill_tiling = prefill_tiling(spec.head_dim, dtype)
         self._decode_tiling = decode_tiling(spec.head_dim, dtype)
@@ -64,25 +81,69 @@ class TritonOperators(TorchOperators):
         )
 
     def _attend(self, layer: int, q: Tensor, attended: Attended) -> None:
-        num_rows = len(q) // len(attended.tables)
+        num_rows = attended.rows_of_each(len(q))
         paged_attention(
             q.view(-1, self._spec.num_heads, self._spec.head_dim),
             self.cache.k[layer],
             self.cache.v[layer],
-            attended.placed(num_rows),
-            num_rows,
-            max(attended.first) + num_rows,
+            attended.placed(len(q)),
+            max(num_rows),
+            max(map(operator.add, attended.first, num_rows)),
             # not by num_rows: a prompt's rows have the same bits in a tile of one row
             self._decode_tiling if attended.is_newest else self._prefill_tiling,
         )
 
     def _feed_forward(self, layer: int, hidden: Tensor, attended: Tensor) -> None:
         weights, eps = self._layers[layer], self._spec.rms_norm_eps
-        normed = add_rmsnorm(hidden, weights.o_proj(attended), weights.post_norm, eps)
-        hidden += weights.down(silu_and_mul(weights.gate_up(normed)))
+        projected = self._sum_ranks(weights.o_proj(attended))
+        normed = add_rmsnorm(hidden, projected, weights.post_norm, eps)
+        hidden += self._sum_ranks(weights.down(silu_and_mul(weights.gate_up(normed))))
+
+    def layers(
+        self, layers: range, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
+    ) -> None:
+        if self.graphs is None or not self.graphs.run(layers, hidden, attended):
+            super().layers(layers, hidden, rows, q, attended)
+
+    def record_graphs(self, capturer: Capturer, max_rows: int = MAX_ROWS) -> None:
+        """Have decode steps run as graphs from now on. Raises what recording raises."""
+        spec, hidden = self._spec, self._embed[:1]
+        graphs = DecodeGraphs(
+            self._launch_layer,
+            spec.num_layers,
+            self.cache,
+            (hidden, hidden.new_empty(1, spec.q_size)),
+            make_buckets(spec.max_position_embeddings, self._decode_tiling.split, max_rows),
+        )
+        graphs.record(capturer)
+        self.graphs = graphs
+
+    def _launch_layer(
+        self, layer: int, hidden: Tensor, rows: Rows, q: Tensor, attended: Attended
+    ) -> None:
+        super().layers(range(layer, layer + 1), hidden, rows, q, attended)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._lm_head(rmsnorm(hidden, self._norm, self._spec.rms_norm_eps)).float()
+
+
+def make_operators(
+    spec: ModelSpec, weights: DecoderWeights, cache: KVCache, sum_ranks: SumRanks | None = None
+) -> tuple[TritonOperators, str]:
+    """The operators, and name and build of their kernels. On CUDA decode steps are graphs, if they
+    can be."""
+    operators = TritonOperators(spec, weights, cache, sum_ranks)
+    name = f"triton {build_name()}"
+    if sum_ranks is not None:
+        return operators, f"{name}, no decode graphs"  # they would hold sums over the ranks
+    if weights.embed.device.type != "cuda":
+        return operators, name
+    try:
+        operators.record_graphs(CudaCapturer())
+    except RuntimeError as error:  # of the driver, or memory does not suffice
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return operators, f"{name}, no decode graphs: {reason[0]}"
+    return operators, f"{name}, decode graphs"
 
 
 def check_support(

@@ -190,6 +190,40 @@ class TestPacking:
         assert all(s.num_rows <= limit.tile_rows for s in groups(plan.layer, Group.QKV))
 
 
+class TestPackedAttention:
+    """Attention of several prompts in one slice, where the kernels can."""
+
+    @given(spans, limits)
+    def test_packs_are_the_slices_of_one_prompt_each_joined(self, prompts, limit) -> None:
+        alone = groups(plan_prefill(prompts, limit, TILE, True).layer, Group.ATTENTION)
+        packing = replace(limit, packs_attention=True)
+        packed = groups(plan_prefill(prompts, packing, TILE, True).layer, Group.ATTENTION)
+        for pack in packed:
+            parts = [s for s in alone if pack.start <= s.start < pack.end]
+            alone = alone[len(parts) :]
+            assert (parts[0].start, parts[-1].end) == (pack.start, pack.end)
+            assert len(parts) == pack.num_sequences
+            first = parts[0].sequence
+            assert [s.sequence for s in parts] == [first + i for i in range(len(parts))]
+            work = sum(s.num_rows * s.num_keys for s in parts)
+            assert 0 <= pack.num_rows * pack.num_keys - work < pack.num_rows
+            assert pack.position < pack.num_keys
+            assert len(parts) == 1 or work <= limit.attention_work
+        assert alone == []
+
+    def test_short_prompts_are_one_slice(self) -> None:
+        prompts = [Span(0, 10), Span(16, 36), Span(0, 30)]
+        limit = replace(LIMITS, packs_attention=True)
+        (pack,) = groups(plan_prefill(prompts, limit, TILE, True).layer, Group.ATTENTION)
+        assert (pack.start, pack.end, pack.sequence, pack.num_sequences) == (0, 60, 0, 3)
+        assert pack.num_keys == -(-(10 * 10 + 20 * 36 + 30 * 30) // 60)
+
+    def test_other_kernels_get_a_slice_for_each_prompt(self) -> None:
+        prompts = [Span(0, 10), Span(0, 20)]
+        slices = groups(plan_prefill(prompts, LIMITS, TILE, True).layer, Group.ATTENTION)
+        assert [(s.sequence, s.num_sequences) for s in slices] == [(0, 1), (1, 1)]
+
+
 class TestAttentionRows:
     @given(limits, st.integers(1, 100_000), st.integers(1, 100_000))
     def test_rows_shrink_with_the_context(self, limit, keys, more) -> None:

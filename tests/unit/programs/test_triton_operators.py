@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,38 @@ def test_parked_anywhere_and_packed_it_has_the_same_bits(
     architecture: str, seed: int, directories: dict[str, Path]
 ) -> None:
     check(load(directories[architecture]), [40, 17, 1], ["tile", "op", "chunk:9"], seed)
+
+
+@pytest.mark.parametrize("lengths", [[9, 20, 1], [30, 40, 17]])
+def test_prompts_whose_attention_shares_a_launch_have_the_bits_they_have_alone(
+    lengths: list[int], directories: dict[str, Path]
+) -> None:
+    limits = replace(LIMITS, attention_work=32 * 48, packs_attention=True)
+    model = load_quietly(directories["llama"], limits=limits, kernels="triton", num_threads=2)
+    runner = Runner(model)
+    prompts = [random_tokens(n, seed=n) for n in lengths]
+    alone = [runner.prefill(tokens, sequence=i) for i, tokens in enumerate(prompts)]
+    kv = [runner.kv(n, i) for i, n in enumerate(lengths)]
+    model.cache.k.fill_(7.0)
+    model.cache.v.fill_(7.0)
+    inputs = [runner.input(tokens, sequence=i) for i, tokens in enumerate(prompts)]
+    state = model.program.prefill(inputs, Granularity("tile"))
+    most = 1
+    while not state.is_done:
+        most = max(most, state.next_slice.num_sequences)
+        state.run_slice()
+    assert most > 1
+    for i, n in enumerate(lengths):
+        assert torch.equal(state.logits[i], alone[i]), f"prompt {i}"
+        assert torch.equal(runner.kv(n, i), kv[i]), f"prompt {i}"
+
+
+def test_packed_prompts_whose_attention_shares_launches_may_be_parked_anywhere(
+    directories: dict[str, Path],
+) -> None:
+    model = load(directories["qwen2"])
+    model.program.limits = replace(LIMITS, attention_work=32 * 48, packs_attention=True)
+    check(model, [12, 17, 5, 20], ["tile", "tile", "op", "layer"], 5)
 
 
 class TestChoice:
