@@ -1,18 +1,16 @@
 """Device: where slices run, how large they may be, and how far they are launched ahead.
 
-A CPU runs a slice when it is called. CUDA is asynchronous: launching ahead hides launch cost, and
-is also what delays a preemption, so a bounded window of slices is in flight.
+A CPU runs a slice when it is called. CUDA is asynchronous (cuda_device.py).
 """
 
 from __future__ import annotations
 
-import os
-from collections import deque
 from typing import Protocol
 
 import torch
 
-from flowprefill.errors import ConfigError
+from flowprefill.executor.cuda_device import CudaDevice
+from flowprefill.executor.launch_window import DeviceEvent
 from flowprefill.host_cpu import num_cpus
 from flowprefill.interrupt import Interrupt
 from flowprefill.programs.model_spec import ModelSpec
@@ -47,6 +45,10 @@ class Device(Protocol):
         profiled_s: of that slice
         interrupt: handed on where several slices may run in one call
         """
+        ...
+
+    def in_flight(self) -> DeviceEvent | None:
+        """The end of what was launched so far; None if all of it has run."""
         ...
 
     def wait(self) -> None:
@@ -94,110 +96,18 @@ class CpuDevice:
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
         return run_slice(interrupt)
 
+    def in_flight(self) -> DeviceEvent | None:
+        return None
+
     def wait(self) -> None:
         pass
 
 
-class DeviceEvent(Protocol):
-    """The part of torch.cuda.Event that the window uses."""
+def make_device(name: str, max_slice_s: float, num_threads: int | None, index: int = 0) -> Device:
+    """Device of model.json's `device`. Raises ConfigError if it is not there.
 
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-
-
-class LaunchWindow:
-    """Bounds the predicted work in flight on an asynchronous device. Pure: no torch.
-
-    At most max_slice of work is in flight when a slice is launched, so in flight <= max_slice + one
-    slice; at least one slice stays in flight while launching goes on, so the device has work.
+    index: of the card, on cuda
     """
-
-    def __init__(self, max_slice_s: float) -> None:
-        self._max_slice_s = max_slice_s
-        self._in_flight: deque[tuple[DeviceEvent, float]] = deque()
-
-    @property
-    def in_flight_s(self) -> float:
-        """Predicted seconds of the slices not known to have ended."""
-        return sum(seconds for _, seconds in self._in_flight)
-
-    def make_room(self) -> None:
-        """Forget slices that have ended; wait for the oldest ones while too much is in flight."""
-        while self._in_flight and self._in_flight[0][0].query():
-            self._in_flight.popleft()
-        while len(self._in_flight) > 1 and self.in_flight_s > self._max_slice_s:
-            self._in_flight.popleft()[0].synchronize()
-
-    def launched(self, event: DeviceEvent, predicted_s: float) -> None:
-        """Note a slice whose end `event` marks."""
-        self._in_flight.append((event, predicted_s))
-
-    def wait(self) -> None:
-        """Wait for everything in flight."""
-        while self._in_flight:
-            self._in_flight.popleft()[0].synchronize()
-
-
-def fix_products() -> None:
-    """Have cuBLAS give a product the same bits each time; before the first one.
-
-    https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # parts of a sum stay fp32
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
-class CudaDevice:
-    """One compute stream, slices launched ahead within a LaunchWindow."""
-
-    _LINEAR_FLOPS = 300e12
-    _ATTENTION_FLOPS = 100e12
-    _BYTES_PER_S = 2e12
-    default_dtype = torch.bfloat16
-    num_threads = 1
-
-    def __init__(self, max_slice_s: float, index: int = 0) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError("model.json: device='cuda': torch finds no CUDA device")
-        fix_products()
-        self.torch_device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.torch_device)
-        self._window = LaunchWindow(max_slice_s)
-        self.use_in_this_thread()
-
-    def use_in_this_thread(self) -> None:
-        # Everything that the thread launches, a pass's first tensors included, is in one order.
-        torch.cuda.set_stream(self._stream)
-
-    def slice_limits(
-        self, spec: ModelSpec, dtype: torch.dtype, max_slice_s: float, is_native: bool
-    ) -> SliceLimits:
-        # half a slice each: two are in flight, and their sum bounds the blocking time
-        return SliceLimits.for_device(
-            spec,
-            max_slice_s / 2,
-            self._LINEAR_FLOPS,
-            self._ATTENTION_FLOPS,
-            self._BYTES_PER_S,
-            dtype.itemsize,
-            NATIVE_KEY_TILES if is_native else TORCH_KEY_TILES,
-        )
-
-    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
-        self._window.make_room()
-        may_leave = run_slice(None)  # one by one, as the window counts them
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        self._window.launched(event, profiled_s)
-        return may_leave
-
-    def wait(self) -> None:
-        self._window.wait()
-
-
-def make_device(name: str, max_slice_s: float, num_threads: int | None) -> Device:
-    """Device of model.json's `device`. Raises ConfigError if it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return CudaDevice(max_slice_s) if name == "cuda" else CpuDevice(num_threads)
+    return CudaDevice(max_slice_s, index) if name == "cuda" else CpuDevice(num_threads)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from flowprefill.executor.executor import Executor
 from flowprefill.interrupt import Interrupt
 from flowprefill.programs.program import RunSlice, SliceCost
 from flowprefill.programs.slices import Group, Slice, SliceLimits
+from tests.unit.executor.streams import AsyncDevice, FakeStream, recorded_slices
 
 PREDICTED_S = 0.5
 
@@ -62,6 +63,9 @@ class RecordingDevice:
     def __init__(self) -> None:
         self.predictions: list[float] = []
         self.num_waits = 0
+
+    def in_flight(self) -> None:
+        return None
 
     def slice_limits(self, spec: object, dtype: torch.dtype, max_slice_s: float) -> SliceLimits:
         raise AssertionError("the executor has no use for it")
@@ -209,3 +213,85 @@ def test_slices_of_one_call_are_all_predicted_and_count_once(setup: Setup) -> No
     report = setup.executor.run(Eager(setup.clock, [True] * 4), never())
     assert setup.executor.num_slices == 2
     assert report.profiled_s == 4 * PREDICTED_S + 0 + 1 + 2 + 3
+
+
+RECORDED = recorded_slices()
+MAX_SLICE_S = 0.004
+
+
+class LaunchedPass(ScriptedPass):
+    """A pass whose slices take no time of the host; it may be left behind each."""
+
+    def __init__(self, num_slices: int) -> None:
+        super().__init__(VirtualClock(), [True] * num_slices)
+
+    def run_slice(self, interrupt: Interrupt | None = None) -> bool:
+        self.position += 1
+        return not self.is_done
+
+    def remaining_s(self, cost: SliceCost) -> float:
+        return 0.0
+
+
+class AsyncSetup:
+    """Recorded slices on a device that is launched ahead, whichever pass they are of."""
+
+    def __init__(self, slices: Sequence[tuple[float, float]], launch_s: float) -> None:
+        self.stream = FakeStream(VirtualClock(100.0))
+        self.actual = [actual_s for _, actual_s in slices]
+        device = AsyncDevice(self.stream, MAX_SLICE_S, self.actual, launch_s)
+        predictions = iter([predicted_s for predicted_s, _ in slices])
+        self.executor = Executor(device, self.stream.clock, lambda piece: next(predictions))
+
+
+def after(num_slices: int) -> Interrupt:
+    """Wishes to leave at the boundary behind so many slices."""
+    return Wish(*[False] * (num_slices - 1), True)
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 0.0002, 0.01])
+@pytest.mark.parametrize("num_before", [1, 2, 7])
+@pytest.mark.parametrize("num_newcomer", [1, 2, 9])
+def test_a_newcomer_begins_when_the_device_begins_it_and_not_when_it_is_launched(
+    num_before: int, num_newcomer: int, launch_s: float
+) -> None:
+    setup = AsyncSetup(RECORDED[: num_before + num_newcomer], launch_s)
+    assert not setup.executor.run(LaunchedPass(num_before + 1), after(num_before)).is_done
+    backlog_s, stopped_s = setup.stream.backlog_s, setup.stream.clock.now_s()
+    assert backlog_s > 0
+    report = setup.executor.run(LaunchedPass(num_newcomer), never())
+    started_s = setup.stream.starts_s[num_before]
+    assert report.is_done and setup.stream.free_s is not None
+    assert report.started_s == pytest.approx(started_s)
+    assert report.busy_s == pytest.approx(setup.stream.free_s - started_s)
+    # blocking: what was in flight when it was asked for, and its own launch
+    assert started_s - stopped_s <= backlog_s + launch_s + 1e-9
+
+
+def test_between_two_passes_the_device_does_not_idle() -> None:
+    setup = AsyncSetup([(0.001, 0.001)] * 8, launch_s=0.0002)
+    setup.executor.run(LaunchedPass(5), after(4))
+    setup.executor.run(LaunchedPass(3), never())
+    assert setup.stream.idle_s == 0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.sampled_from([0.0, 0.0001, 0.0005]),
+    st.integers(0, len(RECORDED) - 200),
+)
+def test_what_ran_before_is_in_no_pass_s_device_time(
+    stretches: list[int], launch_s: float, offset: int
+) -> None:
+    """Queueing must not enter a sample of the device's speed."""
+    setup = AsyncSetup(RECORDED[offset : offset + 200], launch_s)
+    patient, num_launched = LaunchedPass(1000), 0
+    for num_slices in stretches:
+        setup.executor.run(patient, after(num_slices))
+        num_launched += num_slices
+        report = setup.executor.run(LaunchedPass(num_slices), never())
+        run_s = sum(setup.actual[num_launched : num_launched + num_slices])
+        num_launched += num_slices
+        assert run_s <= report.busy_s + 1e-9
+        assert report.busy_s <= run_s + num_slices * launch_s + 1e-9
