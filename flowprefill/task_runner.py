@@ -14,6 +14,7 @@ from flowprefill.errors import FlowPrefillError
 from flowprefill.executor.executor import Executor, RunReport
 from flowprefill.executor.sampler import Sampler
 from flowprefill.interrupt import Interrupt
+from flowprefill.kv.host_copies import to_device
 from flowprefill.kv.prefix import prefix_keys
 from flowprefill.passes import Pass, Passes
 from flowprefill.predictor.fitted import FittedPredictor
@@ -160,7 +161,7 @@ class TaskRunner:
         members = [(done.req_ids[row], live[done.req_ids[row]]) for row in rows]
         logits = done.state.logits
         if len(rows) < len(done.req_ids):  # somebody was cancelled meanwhile
-            logits = logits[rows]
+            logits = logits[to_device(rows, logits.device)]
         sampled = self.sampler.sample(logits, [request.sampling for _, request in members])
         now_s = self.clock.now_s()
         ended = []

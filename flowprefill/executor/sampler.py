@@ -2,9 +2,11 @@
 
 Each row is worked on alone, on the CPU and in numpy (whose reductions depend on neither thread
 count nor batch), with a random stream of its own: a request's tokens do not depend on which others
-share its step. The steps of one row, in vLLM's order: logit_bias; no EOS or stop token before
-min_tokens; repetition, frequency and presence penalties; temperature; top_k; top_p; min_p; draw.
-Logprobs are those of the model: the log-softmax of the logits before any of these steps.
+share its step. On CUDA that holds for rows that need more than a draw; others stay on the device
+(device_choice.py), and which those are depends on the request alone too. The steps of one row, in
+vLLM's order: logit_bias; no EOS or stop token before min_tokens; repetition, frequency and presence
+penalties; temperature; top_k; top_p; min_p; draw. Logprobs are those of the model: the log-softmax
+of the logits before any of these steps.
 
 Equal logits rank by token id, lowest first, so argmax, top_k, top_p and ranks agree on ties.
 """
@@ -22,11 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flowprefill.executor.device_choice import Choose, Chosen, Draw, device_choice
+from flowprefill.kv.host_copies import to_device, to_host
 from flowprefill.request import FinishReason, Logprob
 from flowprefill.sampling_params import SamplingParams
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+_NOT_FINITE = "the model gave a logit that is not finite"
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,45 @@ class SamplingState:
         """The next number of the request's own stream, in [0, 1)."""
         return self._random.random()
 
-    def adjust(self, logits: Row) -> Row:
-        """Logits after bias, min_tokens and penalties: a new array, or `logits` if none applies."""
+    @property
+    def _is_held_back(self) -> bool:
+        """No EOS or stop token may come yet."""
+        return len(self.output_token_ids) < self.params.min_tokens and self._held_back.size > 0
+
+    @property
+    def _is_penalized(self) -> bool:
         params = self.params
-        is_held_back = len(self.output_token_ids) < params.min_tokens and self._held_back.size > 0
-        is_penalized = (
+        return (
             params.repetition_penalty != 1.0
             or params.frequency_penalty != 0.0
             or params.presence_penalty != 0.0
         )
-        if not (params.logit_bias or is_held_back or is_penalized):
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a draw from the logits as they are is all that is asked for."""
+        is_adjusted = self.params.logit_bias or self._is_held_back or self._is_penalized
+        return not is_adjusted and self.params.logprobs is None
+
+    def next_draw(self) -> Draw:
+        """Of the next token, if is_plain."""
+        params = self.params
+        if params.temperature == 0:
+            return Draw(0.0)
+        uniform = self.next_uniform()
+        return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform)
+
+    def adjust(self, logits: Row) -> Row:
+        """Logits after bias, min_tokens and penalties: a new array, or `logits` if none applies."""
+        params = self.params
+        if not (params.logit_bias or self._is_held_back or self._is_penalized):
             return logits
         adjusted = logits.copy()
         if params.logit_bias:
             adjusted[_to_ids(params.logit_bias)] += np.array([*params.logit_bias.values()], "f4")
-        if is_held_back:
+        if self._is_held_back:
             adjusted[self._held_back] = -np.inf
-        if is_penalized:
+        if self._is_penalized:
             self._penalize(adjusted)
         return adjusted
 
@@ -120,8 +147,10 @@ class SamplingState:
 class Sampler:
     """Chooses tokens for the rows of one step."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, choose: Choose | None = None) -> None:
+        """choose: of rows that need no more, on any device; None = the device's own, if any"""
         self.vocab_size = vocab_size
+        self._choose = choose
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
         """One token per row; does not append it to the states.
@@ -130,15 +159,40 @@ class Sampler:
         A row with a non-finite logit gets an error; the others are not touched by it.
         """
         assert logits.shape == (len(states), self.vocab_size), (logits.shape, len(states))
-        rows = logits.detach().to("cpu", torch.float32).numpy()
-        # Overflow is looked for in the results.
-        with np.errstate(over="ignore", invalid="ignore"):
-            return [_sample_row(row, state) for row, state in zip(rows, states, strict=True)]
+        choose = self._choose or device_choice(logits.device, self.vocab_size)
+        plain = [i for i, state in enumerate(states) if choose and state.is_plain]
+        if choose is None or not plain:
+            return _sample_on_host(logits, states)
+        others = sorted(set(range(len(states))).difference(plain))
+        draws = [states[i].next_draw() for i in plain]
+        chosen = choose(_rows(logits, plain).float(), draws)
+        sampled = dict(zip(plain, map(_to_sampled, chosen), strict=True))
+        if others:
+            on_host = _sample_on_host(_rows(logits, others), [states[i] for i in others])
+            sampled.update(zip(others, on_host, strict=True))
+        return [sampled[i] for i in range(len(states))]
+
+
+def _rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return logits if len(rows) == len(logits) else logits[to_device(rows, logits.device)]
+
+
+def _to_sampled(chosen: Chosen) -> Sampled:
+    if not chosen.is_finite:
+        return Sampled(-1, error=_NOT_FINITE)
+    return Sampled(chosen.token_id, chosen.logprob)
+
+
+def _sample_on_host(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
+    rows = to_host(logits.detach()).float().numpy()
+    # Overflow is looked for in the results.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [_sample_row(row, state) for row, state in zip(rows, states, strict=True)]
 
 
 def _sample_row(row: Row, state: SamplingState) -> Sampled:
     if not np.isfinite(row).all():
-        return Sampled(-1, error="the model gave a logit that is not finite")
+        return Sampled(-1, error=_NOT_FINITE)
     adjusted = state.adjust(row)
     token_id = int(adjusted.argmax())
     if not np.isfinite(adjusted[token_id]):

@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flowprefill.kernels import activation, attention, rmsnorm, rope
+from flowprefill.kernels import activation, attention, rmsnorm, rope, sampling
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 """A100, H100, B200."""
@@ -35,6 +35,7 @@ _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
 _HIDDEN, _INTERMEDIATE = 4096, 14336
 _FP32 = ["weight_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"]
 _FP32 += ["partial_ptr", "sums_ptr", "eps", "q_scale"]
+_FP32 += ["logits_ptr", "draws_ptr", "choices_ptr"]
 _INT64 = ["positions_ptr", "slots_ptr", "sequences_ptr"]
 _UNALIGNED = (*_INT64, "num_splits")
 """What the kernels do not specialise on, so nothing is known of its alignment."""
@@ -73,6 +74,8 @@ def cases(head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Case]:
     yield Case("rmsnorm", rmsnorm.rmsnorm_kernel, constants, num_warps)
     constants = {"BLOCK": activation.BLOCK}
     yield Case("silu_and_mul", activation.silu_and_mul_kernel, constants, activation.NUM_WARPS)
+    constants = {"BLOCK": sampling.BLOCK}
+    yield Case("choose", sampling.choose_kernel, constants, sampling.NUM_WARPS)
     for head_dim in head_dims:
         yield from _of_head_dim(head_dim)
 

@@ -16,7 +16,7 @@ MAX_SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 10
 """Of one block; CUDA C++ Programming Guide, table of technical specifications."""
 FEW_BYTES = 64
 """That may be spilled where it is not forbidden: a few values, outside the loops."""
-KERNELS = {"rmsnorm", "add_rmsnorm", "silu_and_mul"}
+KERNELS = {"rmsnorm", "add_rmsnorm", "silu_and_mul", "choose"}
 KERNELS_OF_HEAD_DIM = {"rope", "prefill attention", "long prefill attention", "decode attention"}
 KERNELS_OF_HEAD_DIM |= {"norm and rope", "combine"}
 
