@@ -28,6 +28,8 @@ from flowprefill.bench import (
     simulate,
     timeline,
 )
+from flowprefill.bench.gpu import bench as gpu_bench
+from flowprefill.bench.gpu import check as gpu_check
 from flowprefill.bench.peers import export_hf
 from flowprefill.bench.scenarios import command as scenarios
 from flowprefill.bench.soak import command as soak
@@ -58,6 +60,8 @@ bench_app.command("goodput")(goodput.run)
 bench_app.command("servers")(server_goodput.run)
 bench_app.command("scenarios")(scenarios.run)
 bench_app.command("soak")(soak.run)
+bench_app.command("gpu-check")(gpu_check.run)
+bench_app.command("gpu-bench")(gpu_bench.run)
 bench_app.command("export-hf")(export_hf.run)
 app.command("simulate")(simulate.run)
 app.command("profile")(profile.run)

@@ -24,13 +24,12 @@ from flowprefill.granularity import Granularity
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.loading import LoadedModel
 from flowprefill.programs.program import ProgramState, SequenceInput
-from flowprefill.programs.slices import SliceLimits
 from flowprefill.request import SLO
 
 TOLERANCE = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.25, 0.05)}
 """Absolute and relative, of logits of about unit size: products of another number of rows may be
 summed otherwise."""
-LIMITS = SliceLimits(tile_rows=32, attention_work=16 * 64, mlp_rows=16, packs_attention=True)
+_TILE_ROWS, _MLP_ROWS, _ATTENTION_WORK = 32, 16, 16 * 64
 """Several tiles, and several slices of attention and MLP in each, of prompts this short."""
 GRANULARITIES = ("tile", "op", "chunk:20")
 _TRIES, _DELAY_STEP_S = 20, 0.0005
@@ -88,7 +87,13 @@ def refusing_to_synchronise() -> Iterator[None]:
 
 def program_checks(model: LoadedModel, lengths: Sequence[int]) -> list[Check]:
     """model: nobody else uses its cache; lengths: tokens of the prompts"""
-    model.program.limits = LIMITS
+    model.program.limits = dataclasses.replace(
+        model.program.limits,
+        tile_rows=_TILE_ROWS,
+        mlp_rows=_MLP_ROWS,
+        attention_work=_ATTENTION_WORK,
+        decode_bytes=0,
+    )
     return [
         Check("parked anywhere, the same bits", partial(park_anywhere, model, lengths)),
         Check("no slice synchronises", partial(no_synchronise, model, lengths)),
