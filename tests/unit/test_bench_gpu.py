@@ -228,6 +228,15 @@ def test_gpu_check_without_a_card_is_a_dry_run_that_says_so(tmp_path: Path) -> N
         assert found["decode attention, head_dim 256, float32"] == "passed"
 
 
+@pytest.mark.gpu
+def test_gpu_check_finds_nothing_wrong_on_a_card() -> None:
+    run = CliRunner().invoke(app, ["bench", "gpu-check"])
+    assert run.exit_code == 0, run.output
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert not result["is_dry_run"]
+    assert {check["outcome"] for check in result["checks"]} == {"passed"}
+
+
 @NO_CARD
 def test_gpu_check_fails_with_its_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     from flowprefill.bench.gpu import check

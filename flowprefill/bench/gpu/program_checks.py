@@ -32,6 +32,8 @@ summed otherwise."""
 _TILE_ROWS, _MLP_ROWS, _ATTENTION_WORK = 32, 16, 16 * 64
 """Several tiles, and several slices of attention and MLP in each, of prompts this short."""
 GRANULARITIES = ("tile", "op", "chunk:20")
+_SHORT = 10
+"""Tokens of so few sequences are few enough for slices of whole layers (LAYERS)."""
 _TRIES, _DELAY_STEP_S = 20, 0.0005
 """How long an urgent prompt is sent behind the long one, more each time: until it meets it."""
 _TILE = Granularity("tile")
@@ -98,6 +100,7 @@ def program_checks(model: LoadedModel, lengths: Sequence[int]) -> list[Check]:
         Check("parked anywhere, the same bits", partial(park_anywhere, model, lengths)),
         Check("no slice synchronises", partial(no_synchronise, model, lengths)),
         Check("decode steps equal the prefill", partial(decode_equals_prefill, model, lengths)),
+        Check("decode graphs equal launches", partial(decode_graphs, model)),
         Check("a reused prefix equals the whole prompt", partial(reuse_prefix, model, lengths)),
     ]
 
@@ -144,7 +147,8 @@ def no_synchronise(model: LoadedModel, lengths: Sequence[int]) -> str:
         states = [passes.prefill(prompts[0], granularity=kind) for kind in kinds]
         packed = [passes.input(prompt, 0, i) for i, prompt in enumerate(prompts)]
         states.append(model.program.prefill(packed, _TILE))
-        states.append(passes.decode([(1, n) for n in lengths]))
+        # of many keys, and of few, which are graphs on a card
+        states += [passes.decode([(1, n) for n in lengths]), passes.decode([(1, _SHORT)])]
         for state in states:
             while not state.is_done:
                 state.run_slice()
@@ -171,6 +175,28 @@ def decode_equals_prefill(model: LoadedModel, lengths: Sequence[int]) -> str:
         decoded = finish(passes.decode(rows)).clone()
     whole = [finish(passes.prefill(prompt, sequence=i))[0] for i, prompt in enumerate(tokens)]
     return _near(decoded, torch.stack(whole), model.dtype)
+
+
+def decode_graphs(model: LoadedModel) -> str:
+    """A step of three sequences, padded to a bucket of four, as graphs and kernel by kernel."""
+    from flowprefill.programs.triton_operators import TritonOperators
+
+    if model.device.torch_device.type != "cuda":
+        raise NotChecked("a CPU has no graphs")
+    operators = model.program.operators
+    assert isinstance(operators, TritonOperators) and operators.graphs, model.kernels
+    passes, num_seqs = Passes(model, 3), 3
+    for i in range(num_seqs):
+        prompt = random_tokens(model.spec.vocab_size, _SHORT, i)
+        finish(passes.prefill(prompt, sequence=i))
+    rows = [(token, _SHORT) for token in range(num_seqs)]
+    with_graphs = finish(passes.decode(rows)).clone()
+    graphs, operators.graphs = operators.graphs, None
+    try:
+        launched = finish(passes.decode(rows))
+    finally:
+        operators.graphs = graphs
+    return _near(with_graphs, launched, model.dtype)
 
 
 def reuse_prefix(model: LoadedModel, lengths: Sequence[int]) -> str:
