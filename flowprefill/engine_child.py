@@ -6,19 +6,16 @@ Knows neither requests nor restarts.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from flowprefill.child_process import spawn_module
 from flowprefill.config import EngineConfig
 from flowprefill.engine_server import STACK_DUMP_SIGNAL
-from flowprefill.openmp import let_threads_sleep
 from flowprefill.wire import Channel, Kind, pack
 
 REAP_S = 2.0
@@ -36,7 +33,9 @@ class EngineChild:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _spawn(theirs.fileno())
+                self._process = spawn_module(
+                    "flowprefill.engine_server", [theirs.fileno()], subprocess.PIPE
+                )
         except BaseException:
             ours.close()
             raise
@@ -89,23 +88,3 @@ class EngineChild:
                 # whatever a callback does, keep reading: a full pipe would stop the engine
                 with contextlib.suppress(Exception):
                     on_log(line.rstrip("\n"))
-
-
-def _spawn(fd: int) -> subprocess.Popen[str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONSAFEPATH": "1",  # no module of the working directory gets in front of ours
-    }
-    let_threads_sleep(env)
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "flowprefill.engine_server", str(fd)],
-        pass_fds=[fd],
-        stdin=subprocess.PIPE,  # never written: its end tells the kernel that we are gone
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=env,
-        encoding="utf-8",
-        errors="replace",
-    )

@@ -10,7 +10,6 @@ its parent: at the socket's EOF it exits at once, whatever the engine is doing.
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import importlib
 import os
 import signal
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from flowprefill.child_process import end_with_parent
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, ModelLoadError
 from flowprefill.request import FinishReason, Request, TokenOutput
@@ -167,24 +167,11 @@ class EngineServer:
         )
 
 
-def _end_with_parent() -> None:
-    """Let the kernel end this process when the parent is gone.
-
-    The reader does so at EOF, but it needs the interpreter lock, which a wedged engine may hold.
-    Our stdin is a pipe that only the parent holds open; its end raises SIGIO, which is fatal.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
-    stdin = sys.stdin.fileno()
-    fcntl.fcntl(stdin, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(stdin, fcntl.F_SETFL, fcntl.fcntl(stdin, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def main() -> NoReturn:
     # a Ctrl-C or a service stop reaches the whole process group; the parent says when to end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    end_with_parent()
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     server = EngineServer(Channel(socket.socket(fileno=int(sys.argv[1]))))
