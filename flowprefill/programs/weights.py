@@ -20,6 +20,7 @@ from flowprefill.errors import ModelLoadError
 from flowprefill.programs.checkpoint import Checkpoint, open_checkpoint
 from flowprefill.programs.family import ModelSpec, TensorNames
 from flowprefill.programs.model_spec import find_architecture
+from flowprefill.programs.sharding import WHOLE, Shard, ShardedCheckpoint
 from flowprefill.programs.weights_cache import WeightsCache, WeightsKey
 
 FUSED_LAYOUT = 1
@@ -89,6 +90,7 @@ def load_weights(
     dtype: torch.dtype,
     on_progress: OnProgress | None = None,
     cache: WeightsCache | None = None,
+    shard: Shard = WHOLE,
 ) -> DecoderWeights:
     """Load the model at `path` (a .gguf file or a Hugging Face directory) as `dtype`.
 
@@ -97,20 +99,21 @@ def load_weights(
     why.
     cache: where weights of GGUF files are kept; None = the user's. Matrices that were found there
     are mapped: dropping a layer gives its memory back.
+    shard: what of the model is loaded; `spec` is that part's
     Raises ModelLoadError naming the tensor if one is missing, has another shape than `spec` says
     (both are named) or a type that cannot be read, or is not part of the architecture: ignoring it
     would change the answers.
     """
     report = on_progress or (lambda stage, fraction: None)
     if path.is_dir():
-        return _read_weights(path, spec, dtype, report)
+        return _read_weights(path, spec, dtype, report, shard)
     cache = cache or WeightsCache(WeightsCache.default_directory())
-    key = _cache_key(path, spec, dtype)
+    key = _cache_key(path, spec, dtype, shard)
     named = cache.load(key)
     if named is not None:
         report("weights from the cache", 1.0)
         return _from_named(named, spec)
-    weights = _read_weights(path, spec, dtype, report)
+    weights = _read_weights(path, spec, dtype, report, shard)
     problem = cache.try_store(key, _to_named(weights))
     if problem:
         report(f"weights not kept for later loads: {problem}", 1.0)
@@ -118,10 +121,13 @@ def load_weights(
 
 
 def _read_weights(
-    path: Path, spec: ModelSpec, dtype: torch.dtype, report: OnProgress
+    path: Path, spec: ModelSpec, dtype: torch.dtype, report: OnProgress, shard: Shard
 ) -> DecoderWeights:
     architecture = find_architecture(path, spec.architecture)
     with open_checkpoint(path) as checkpoint:
+        if shard != WHOLE:
+            names = architecture.names
+            checkpoint = ShardedCheckpoint(checkpoint, names, spec.num_layers, shard)
         loader = _Loader(checkpoint, architecture.names, spec, dtype)
         report(_LOAD_STAGE, 0.0)
         weights = loader.load(
@@ -131,10 +137,12 @@ def _read_weights(
     return weights
 
 
-def _cache_key(path: Path, spec: ModelSpec, dtype: torch.dtype) -> WeightsKey:
+def _cache_key(path: Path, spec: ModelSpec, dtype: torch.dtype, shard: Shard) -> WeightsKey:
     reader = f"layout {FUSED_LAYOUT}, gguf {importlib.metadata.version('gguf')}"
     # The context that model.json asks for changes no weight.
     variant = f"{dtype} {replace(spec, max_position_embeddings=0)}"
+    if shard != WHOLE:
+        variant += f" {shard}"
     try:
         return WeightsKey.of_file(path, reader, variant)
     except OSError as error:
