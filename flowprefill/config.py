@@ -33,6 +33,7 @@ _POSITIVE = (
     "max_model_len",
     "max_num_seqs",
     "block_size",
+    "tensor_parallel_size",
     "kv_cache_memory_bytes",
     "max_slice_ms",
     "max_waiting_requests",
@@ -119,6 +120,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Fraction of a CUDA card's memory for weights and KV cache; in (0, 1]. No effect on cpu."""
     tensor_parallel_size: int = 1
+    """Ranks that share the model, with a device and a process each; divides its heads, KV heads and
+    intermediate size. On a CPU each has its part of the cores. Not for native kernels or hooks."""
     enable_prefix_caching: bool = True
     """Keep the KV blocks of ended requests while nobody needs the room, for prompts that begin
     alike."""
@@ -176,8 +179,11 @@ class EngineConfig:
             raise _error("cancel_poll_ms", self.cancel_poll_ms, "finite and >= 20")
         if not self.model:
             raise _error("model", self.model, "the name of a file or directory")
-        if self.tensor_parallel_size != 1:
-            raise _error("tensor_parallel_size", self.tensor_parallel_size, "1")
+        if self.tensor_parallel_size > 1:
+            for name, value in (("kernels", "native"), ("program", "hooks")):
+                if getattr(self, name) == value:
+                    limit = f"1 with {name}={value!r}"
+                    raise _error("tensor_parallel_size", self.tensor_parallel_size, limit)
         if None not in (self.kv_cache_memory_bytes, self.kv_cache_memory_fraction):
             limit = f"left out beside kv_cache_memory_bytes={self.kv_cache_memory_bytes}"
             raise _error("kv_cache_memory_fraction", self.kv_cache_memory_fraction, limit)

@@ -19,6 +19,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.engine_model import EngineModel, load_for_engine
 from flowprefill.errors import (
     EngineDeadError,
+    FlowPrefillError,
     InvalidParameterError,
     InvalidRequestError,
     PromptTooLongError,
@@ -79,7 +80,14 @@ class _Record:
     recorder: Recorder | None
 
 
-_Message = _Submitted | _CancelRequest | _TimedOut | _Close | _Record
+@dataclass(frozen=True)
+class _Died:
+    """What the model runs on is gone."""
+
+    error: FlowPrefillError
+
+
+_Message = _Submitted | _CancelRequest | _TimedOut | _Close | _Record | _Died
 
 
 class Engine:
@@ -110,6 +118,7 @@ class Engine:
         loaded = load(config, self._clock, report)
         self._config = config = loaded.config
         self._model = model = loaded.model
+        self._ranks = loaded.ranks
         self._predictor = loaded.predictor
         # Sums that predictions share are built here, not in the first long request.
         self._predictor.prefill_s(model.spec.max_position_embeddings)
@@ -146,6 +155,8 @@ class Engine:
         self._death: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if self._ranks:
+            self._ranks.call_on_death(lambda error: self._inbox.put(_Died(error)))
 
     def _new_book(self, on_output: Callable[[TokenOutput], None]) -> RequestBook:
         config = self._config
@@ -274,12 +285,19 @@ class Engine:
         try:
             self._model.device.use_in_this_thread()
             self._loop()
+            self._close_ranks()
         except Exception as error:
+            # before anybody hears of it, as an engine process takes requests until it ends
+            self._close_ranks()
             death = f"the engine failed: {type(error).__name__}: {error}"
             with self._lock:
                 self._death = death
             self._book.fail_all(EngineDeadError(death))
             raise  # threading.excepthook prints it, and ends an engine process
+
+    def _close_ranks(self) -> None:
+        if self._ranks:
+            self._ranks.close()
 
     def _loop(self) -> None:
         """Take in events, decide, run the task until it ends or something happens."""
@@ -333,6 +351,8 @@ class Engine:
             case _Record(recorder):
                 self._runner.recorder = recorder
                 return []
+            case _Died(error):
+                raise error
             case _CancelRequest(req_id):
                 if req_id not in self._book.live:
                     return []

@@ -13,7 +13,7 @@ import torch
 
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
-from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.errors import ConfigError, ModelLoadError, UnsupportedArchitectureError
 from flowprefill.executor.device import make_device
 from flowprefill.granularity import Granularity
 from flowprefill.host_memory import available_bytes
@@ -29,6 +29,7 @@ from flowprefill.programs.weights import OnProgress
 
 if TYPE_CHECKING:
     from flowprefill.hooks.loading import HookedModel
+    from flowprefill.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class EngineModel:
     model: LoadedModel | HookedModel
     predictor: FittedPredictor
     is_bit_invariant: bool
+    ranks: Ranks | None = None
+    """The others, if the model is divided; the engine closes them."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,31 @@ class _Hooked:
 
 
 def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress) -> EngineModel:
-    """Load and profile what model.json names. Raises ConfigError or ModelLoadError."""
+    """Load and profile what model.json names. Raises as load_model does."""
     path = resolve_model_path(config.model)
     granularity = Granularity.parse(config.granularity)
     chosen = _choose_hooked(config, path, on_progress)
     if chosen:
+        if config.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"model.json: tensor_parallel_size={config.tensor_parallel_size}: must be 1 for a "
+                f"hooked model, which {chosen.architecture} is"
+            )
         hooked = _load_hooked(config, path, chosen, on_progress)
         profile = hooked.profile(clock, on_progress)
         predictor: FittedPredictor = hooked.predictor(profile, granularity)
         return EngineModel(hooked.config, hooked, predictor, profile.is_bit_invariant)
     model = load_model(config, on_progress)
-    profile = profile_model(model, clock, on_progress)
-    predictor = FittedPredictor.from_profile(
-        profile, model.spec.num_layers, model.program.limits, granularity
-    )
-    return EngineModel(config, model, predictor, profile.is_bit_invariant)
+    try:
+        profile = profile_model(model, clock, on_progress)
+        predictor = FittedPredictor.from_profile(
+            profile, model.spec.num_layers, model.program.limits, granularity
+        )
+    except BaseException:
+        if model.ranks:
+            model.ranks.close()
+        raise
+    return EngineModel(config, model, predictor, profile.is_bit_invariant, model.ranks)
 
 
 def _choose_hooked(config: EngineConfig, path: Path, on_progress: OnProgress) -> _Hooked | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +14,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device
 from flowprefill.executor.sampler import Sampler, SamplingState
-from flowprefill.host_cpu import cpu_model
+from flowprefill.host_cpu import cpu_model, num_cpus
 from flowprefill.host_memory import available_bytes
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
@@ -21,7 +22,7 @@ from flowprefill.kv.cache import KVCache
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
-from flowprefill.programs.choice import choose_kernels, make_operators
+from flowprefill.programs.choice import Kernels, choose_kernels, make_operators
 from flowprefill.programs.decoder import DecoderProgram
 from flowprefill.programs.model_spec import (
     ModelSpec,
@@ -30,9 +31,14 @@ from flowprefill.programs.model_spec import (
     resolve_model_path,
 )
 from flowprefill.programs.program import RunSlice
+from flowprefill.programs.sharding import Shard
+from flowprefill.programs.torch_operators import SumRanks
 from flowprefill.programs.weights import DecoderWeights, OnProgress, load_weights
 from flowprefill.sampling_params import SamplingParams
 from flowprefill.version import __version__
+
+if TYPE_CHECKING:
+    from flowprefill.parallel.ranks import Ranks
 
 _DEFAULT_CPU_SEQUENCES = 4
 """Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise or that were
@@ -47,7 +53,7 @@ class LoadedModel:
     """A model on its device."""
 
     spec: ModelSpec
-    """max_position_embeddings is the engine's max_model_len."""
+    """Of the whole model; max_position_embeddings is the engine's max_model_len."""
     device: Device
     dtype: torch.dtype
     cache: KVCache
@@ -56,45 +62,181 @@ class LoadedModel:
     """Digest of spec and some weights: tells models of one shape apart."""
     kernels: str
     """Name and build of the operators."""
+    ranks: Ranks | None = None
+    """The others, if the model is divided; the owner of the model closes them."""
 
 
 MakeWeights = Callable[[ModelSpec, torch.dtype, torch.device], DecoderWeights]
 
 
-def load_model(
-    config: EngineConfig, on_progress: OnProgress, make_weights: MakeWeights | None = None
-) -> LoadedModel:
-    """Load what model.json names. Raises ConfigError or ModelLoadError.
+@dataclass(frozen=True)
+class PartPlan:
+    """What all ranks of a model have in common beside model.json."""
 
-    make_weights: gives the weights, on the device, in place of the model's files
+    num_ranks: int
+    device: str
+    """Type of the device; on cuda a rank has the card of its number."""
+    dtype: str
+    kernels: Kernels
+    num_threads: int
+    """Of each rank on a CPU."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_wire(values: dict[str, Any]) -> PartPlan:
+        return PartPlan(**values)
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """What one rank computes of a model; usually all of it."""
+
+    config: EngineConfig
+    plan: PartPlan
+    spec: ModelSpec
+    """Of the part."""
+    device: Device
+    weights: DecoderWeights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embed.dtype
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that this rank has room for. Raises ConfigError if they are too few."""
+        return _num_blocks(self.config, self.spec, self.dtype, self.device)
+
+    def build(self, num_blocks: int, sum_ranks: SumRanks | None) -> tuple[DecoderProgram, str]:
+        """The program with its KV cache, and name and build of its kernels. Once.
+
+        sum_ranks: of a model that is divided
+        """
+        spec, kernels = self.spec, self.plan.kernels
+        cache = KVCache(
+            num_blocks,
+            self.config.block_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.dtype,
+            device=self.device.torch_device,
+            is_packed=kernels == "native",
+        )
+        limits = self.device.slice_limits(
+            spec, self.dtype, self.config.max_slice_ms / 1000, kernels != "torch"
+        )
+        operators, build = make_operators(
+            kernels, spec, self.weights, cache, self.device.num_threads, sum_ranks
+        )
+        return DecoderProgram(spec, operators, limits), build
+
+
+def load_model(
+    config: EngineConfig,
+    on_progress: OnProgress,
+    make_weights: MakeWeights | None = None,
+    rank_module: str | None = None,
+) -> LoadedModel:
+    """Load what model.json names. Raises ConfigError, ModelLoadError, or RankError if a rank ended.
+
+    make_weights: gives the weights, on the device, in place of the model's files; not if the model
+    is divided
+    rank_module: what the other ranks run, if there are any; None = follower.py
     """
     path = resolve_model_path(config.model)
     spec = _with_max_model_len(read_model_spec(path), config.max_model_len)
-    max_slice_s = config.max_slice_ms / 1000
-    device = make_device(config.device, max_slice_s, config.num_threads)
+    num_ranks = config.tensor_parallel_size
+    assert num_ranks == 1 or make_weights is None, "each rank loads its part of files"
+    part_spec = Shard(0, num_ranks).of_spec(spec)
+    num_threads = config.num_threads
+    if num_ranks > 1:
+        num_threads = num_threads or max(1, num_cpus() // num_ranks)
+    device = make_device(config.device, config.max_slice_ms / 1000, num_threads)
+    _check_cards(device, num_ranks)
     dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    kernels = choose_kernels(config, spec, dtype, device.torch_device, on_progress)
-    if make_weights:
-        weights = make_weights(spec, dtype, device.torch_device)
-    else:
-        weights = load_weights(path, spec, dtype, on_progress).to(device.torch_device)
+    kernels = _choose_kernels(config, part_spec, dtype, device, on_progress)
+    type_name, dtype_name = device.torch_device.type, str(dtype).removeprefix("torch.")
+    plan = PartPlan(num_ranks, type_name, dtype_name, kernels, device.num_threads)
+    ranks = _start_ranks(config, plan, rank_module) if num_ranks > 1 else None
+    try:
+        if make_weights:
+            weights = make_weights(spec, dtype, device.torch_device)
+        else:
+            shard = Shard(0, num_ranks)
+            weights = load_weights(path, part_spec, dtype, on_progress, shard=shard)
+            weights = weights.to(device.torch_device)
+        part = ModelPart(config, plan, part_spec, device, weights)
+        return _build_model(part, spec, ranks, on_progress)
+    except BaseException:
+        if ranks:
+            ranks.close()
+        raise
+
+
+def load_part(config: EngineConfig, plan: PartPlan, rank: int) -> ModelPart:
+    """A further rank's part of a model. Raises as load_model does."""
+    path, shard = resolve_model_path(config.model), Shard(rank, plan.num_ranks)
+    spec = shard.of_spec(_with_max_model_len(read_model_spec(path), config.max_model_len))
+    max_slice_s = config.max_slice_ms / 1000
+    device = make_device(plan.device, max_slice_s, plan.num_threads, rank)
+    weights = load_weights(path, spec, getattr(torch, plan.dtype), shard=shard)
+    return ModelPart(config, plan, spec, device, weights.to(device.torch_device))
+
+
+def _build_model(
+    part: ModelPart, spec: ModelSpec, ranks: Ranks | None, on_progress: OnProgress
+) -> LoadedModel:
+    """spec: of the whole model"""
     on_progress("prepare operators", 0.0)
-    content = _content(spec, weights)
-    cache = KVCache(
-        _num_blocks(config, spec, dtype, device),
-        config.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-        device=device.torch_device,
-        is_packed=kernels == "native",
-    )
-    operators, build = make_operators(kernels, spec, weights, cache, device.num_threads)
-    limits = device.slice_limits(spec, dtype, max_slice_s, kernels != "torch")
-    program = DecoderProgram(spec, operators, limits)
+    device, dtype, content = part.device, part.dtype, _content(spec, part.weights)
+    num_blocks = part.num_blocks
+    if ranks is None:
+        program, kernels = part.build(num_blocks, None)
+        on_progress("prepare operators", 1.0)
+        cache = program.operators.cache
+        return LoadedModel(spec, device, dtype, cache, program, content, kernels)
+    from flowprefill.parallel.leader import LeadingProgram
+
+    num_blocks = ranks.agree_on_blocks(num_blocks, device.torch_device)
+    program, kernels = part.build(num_blocks, ranks.sum)
+    ranks.wait_ready()
     on_progress("prepare operators", 1.0)
-    return LoadedModel(spec, device, dtype, cache, program, content, build)
+    leading, cache = LeadingProgram(program, ranks), program.operators.cache
+    kernels = f"{kernels}, {ranks.num_ranks} ranks"
+    return LoadedModel(spec, device, dtype, cache, leading, content, kernels, ranks)
+
+
+def _start_ranks(config: EngineConfig, plan: PartPlan, module: str | None) -> Ranks:
+    from flowprefill.parallel.ranks import FOLLOWER, Ranks
+
+    start = {"config": config.to_dict(), "plan": plan.to_wire()}
+    return Ranks(plan.num_ranks, start, module or FOLLOWER)
+
+
+def _check_cards(device: Device, num_ranks: int) -> None:
+    if device.torch_device.type == "cuda" and num_ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"model.json: tensor_parallel_size={num_ranks}: must be at most "
+            f"{torch.cuda.device_count()}, the CUDA devices that torch finds"
+        )
+
+
+def _choose_kernels(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: Device,
+    on_progress: OnProgress,
+) -> Kernels:
+    """spec: of a rank's part"""
+    is_divided = config.tensor_parallel_size > 1
+    if is_divided and config.kernels == "auto" and device.torch_device.type == "cpu":
+        # our own run operators behind each other in one call, with no sum over ranks between them
+        config = replace(config, kernels="torch")
+    return choose_kernels(config, spec, dtype, device.torch_device, on_progress)
 
 
 def _content(spec: ModelSpec, weights: DecoderWeights) -> str:
@@ -112,7 +254,7 @@ def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec
 
 
 def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device) -> int:
-    """KV blocks that the configured memory holds.
+    """KV blocks that the configured memory holds; spec: of this rank's part.
 
     They may be too few for a request of max_model_len: the engine refuses what cannot fit.
     """
@@ -122,7 +264,10 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
         free, total = torch.cuda.mem_get_info(device.torch_device)
         memory, setting = kv_cache_bytes(config, need, free, total)
     else:
-        memory, setting = kv_cache_bytes(config, need, available_bytes())
+        available = available_bytes()
+        # ranks on a CPU share its memory
+        share = None if available is None else available // config.tensor_parallel_size
+        memory, setting = kv_cache_bytes(config, need, share)
     smallest = min(need, -(-_MIN_KV_TOKENS // config.block_size) * block_bytes)
     if memory < smallest:
         raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")

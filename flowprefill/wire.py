@@ -1,4 +1,4 @@
-"""Messages between EngineClient and the engine process: msgpack over a stream socket.
+"""Messages between EngineClient and the engine process, and between ranks: msgpack over a socket.
 
 Knows neither requests' meaning nor processes. A message is `[kind, body]`. msgpack values delimit
 themselves, so the stream needs no frames around them: a reader takes what the socket holds, yields
@@ -39,6 +39,15 @@ class Kind(str, enum.Enum):
     # both ways
     STATS = "stats"  # [serial number, None] / [serial number, EngineStats.to_wire()]
     TIMELINE = "timeline"  # [number, goes_on] / [number, [[DeviceRun.to_wire(), ...], is_full]]
+    # rank 0 to the ranks that follow it (parallel/); CLOSE ends them too, START and READY as above
+    ALLOCATE = "allocate"  # KV blocks
+    RUN = "run"  # [run id, pass id, parallel.messages of a new pass or None]
+    LEFT = "left"  # [run id, boundary]
+    FORGET_PASS = "forget_pass"  # pass id
+    FORGET_TABLE = "forget_table"  # table id
+    # a rank to rank 0
+    LOADED = "loaded"  # KV blocks that it has room for
+    FAILED = "failed"  # pack_error()
 
 
 Message = tuple[Kind, Any]
