@@ -97,7 +97,7 @@ class HookedProfiler:
         new_tables: Callable[[int, int], list[BlockTable]],
         vocab_size: int,
     ) -> None:
-        """new_tables(sequences, tokens): blocks of so many sequences; [] = too many for the cache"""
+        """new_tables(sequences, tokens): blocks of so many sequences; [] = they do not fit"""
         self._program = program
         self._device = device
         self._clock = clock

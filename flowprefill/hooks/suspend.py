@@ -29,7 +29,8 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 class Forward:
     """One forward pass in progress. It belongs to the thread that first runs it.
 
-    Dropped or closed before its end, it unwinds: GreenletExit is raised where it was left.
+    Dropped or closed before its end, it unwinds: GreenletExit is raised where it was left, which
+    needs its thread. What it holds when that thread ends is never freed.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
