@@ -93,6 +93,7 @@ def _threshold(row_ptr, vocab, peak, temperature, top_k, top_p, BLOCK: tl.conste
         count, weight = _of_at_least(row_ptr, vocab, low + 1, peak, temperature, BLOCK)
         each = _weights(_number(low), peak, temperature)
         if each > 0.0:
+            # the smaller one: rounding must not keep more than top_k
             num_needed = tl.maximum(tl.ceil((wanted - weight) / each), 1.0).to(tl.int32)
             num_equal = tl.where(low == kept, tl.minimum(num_equal, num_needed), num_needed)
     return low, num_equal

@@ -130,7 +130,7 @@ class DecodeGraphs:
         # the first of the cache's padding blocks
         self._scratch = BlockTable([cache.num_blocks], cache.block_size, hidden.device)
         self._graphs: dict[tuple[Bucket, int], Callable[[], None]] = {}
-        self._described: tuple[Attended, Bucket, Tensor] | None = None
+        self._described: tuple[Attended, Tensor] | None = None
 
     @torch.inference_mode()
     def record(self, capturer: Capturer) -> None:
@@ -162,7 +162,7 @@ class DecodeGraphs:
         bucket = choose_bucket(self._buckets, num_rows, max(attended.first) + 1)
         if bucket is None:
             return False
-        self._table[: 6 * bucket.num_rows].copy_(self._description(attended, bucket))
+        self._table[: 6 * bucket.num_rows].copy_(self._description(attended, bucket.num_rows))
         padded = self._hidden[: bucket.num_rows]
         padded[:num_rows].copy_(hidden)
         if num_rows < bucket.num_rows:  # what earlier steps left would grow with each layer
@@ -172,13 +172,12 @@ class DecodeGraphs:
         hidden.copy_(padded[:num_rows])
         return True
 
-    def _description(self, attended: Attended, bucket: Bucket) -> Tensor:
-        """On the device; once for all slices of a step."""
+    def _description(self, attended: Attended, num_rows: int) -> Tensor:
+        """On the device; once for all slices of a step, which have the same bucket."""
         last = self._described
-        if last is None or last[0] is not attended or last[1] != bucket:
-            last = attended, bucket, self._describe(attended, bucket.num_rows)
-            self._described = last
-        return last[2]
+        if last is None or last[0] is not attended:
+            last = self._described = attended, self._describe(attended, num_rows)
+        return last[1]
 
     def _describe(self, attended: Attended, num_rows: int) -> Tensor:
         """What goes into the table: [6 * num_rows] int64."""

@@ -141,6 +141,12 @@ def test_large_logits_do_not_overflow() -> None:
         assert ours == logits.argmax(1).tolist()
 
 
+def test_zeros_of_either_sign_are_equal_and_the_first_is_kept() -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0], [-1.0, 0.0, -0.0, 0.0]])
+    draws = [Draw(1.0, top_k=1, uniform=0.5)] * 2
+    assert [one.token_id for one in choose_by_kernel(logits.to(DEVICE), draws)] == [1, 1]
+
+
 class TestSharing:
     """Rows that need more than a draw are chosen on the host, beside the others."""
 
