@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 MustLeave = Callable[[], bool]
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+_Autocast = tuple[bool, torch.dtype, bool, torch.dtype]
 
 
 class Forward:
@@ -109,7 +109,7 @@ class Forward:
         outside = _autocast()
         try:
             with torch.inference_mode():  # its end also turns off what the pass has turned on
-                if suspended.autocast not in (None, outside):
+                if suspended.autocast is not None and suspended.autocast != outside:
                     _set_autocast(suspended.autocast)
                 try:
                     return switch()
@@ -131,8 +131,8 @@ class _Suspended(greenlet):  # type: ignore[misc]
     must_leave: MustLeave | None = None
     num_boundaries = 0
     module: nn.Module | None = None
-    autocast: Any = None
-    """Where it was left, as of _autocast()."""
+    autocast: _Autocast | None = None
+    """Where it was left."""
 
     def reach(self, module: nn.Module) -> None:
         self.num_boundaries += 1
@@ -146,16 +146,14 @@ def _never() -> bool:
     return False
 
 
-def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    """What this thread casts to, by the device types of _AUTOCAST_DEVICES."""
-    return tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in _AUTOCAST_DEVICES
-    )
+def _autocast() -> _Autocast:
+    """Whether this thread casts, and to what, on a CPU and on CUDA. Plain calls: one per boundary."""
+    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    return is_enabled("cpu"), dtype("cpu"), is_enabled("cuda"), dtype("cuda")
 
 
-def _set_autocast(state: tuple[tuple[bool, torch.dtype], ...]) -> None:
-    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, state, strict=True):
+def _set_autocast(state: _Autocast) -> None:
+    for kind, is_enabled, dtype in (("cpu", *state[:2]), ("cuda", *state[2:])):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
 
