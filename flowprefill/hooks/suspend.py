@@ -147,7 +147,7 @@ def _never() -> bool:
 
 
 def _autocast() -> _Autocast:
-    """Whether this thread casts, and to what, on a CPU and on CUDA. Plain calls: one per boundary."""
+    """Whether this thread casts, and to what, on a CPU and on CUDA. Plain calls: it is quick."""
     is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     return is_enabled("cpu"), dtype("cpu"), is_enabled("cuda"), dtype("cuda")
 
