@@ -10,6 +10,7 @@ keys and sums belong to nothing, so that is fatal.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -127,14 +128,14 @@ class _Run:
             num_looks += 1
             self._listen(0.0 if num_looks < _LOOKS else _PAUSE_S)
 
-    def _listen(self, timeout_s: float) -> None:
-        """Take in a message, if there is one."""
-        if not timeout_s and self._messages.empty():
+    def _listen(self, pause_s: float) -> None:
+        """Take in a message, or pause if there is none."""
+        if self._messages.empty():
+            # not get(timeout=..): where so short a time is over before the wait begins, CPython 3.11
+            # takes what is left of it, a negative time, for no limit
+            time.sleep(pause_s)
             return
-        try:
-            kind, body = self._messages.get(timeout=timeout_s)
-        except queue.Empty:
-            return
+        kind, body = self._messages.get()
         if kind is Kind.LEFT:
             run_id, boundary = body
             assert run_id == self._run_id, f"run {run_id} is left within run {self._run_id}"
