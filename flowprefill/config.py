@@ -100,7 +100,8 @@ class EngineConfig:
     where they run and torch has nothing better. native on cuda is auto."""
     program: Literal["auto", "native", "hooks"] = "auto"
     """native = our own operators, or an error that says which architectures have them; hooks = the
-    transformers model itself, suspended at its modules; auto = native where there is one."""
+    transformers model itself, suspended at its modules; auto = native where that runs the model as
+    it is."""
     hook_boundaries: tuple[str, ...] = ()
     """hooks: class names of the modules before which a pass may be left; none = the token mixer and
     the MLP, or mixture of experts, of each layer."""
