@@ -1,8 +1,8 @@
 """Choosing tokens where the logits are, on CUDA: a few numbers go to the host in their stead.
 
 The logits of 64 rows of a vocabulary of 128,000 are 33 MB, and numpy takes 0.3 ms (greedy) to 4 ms
-(top_p) a row for them (one CPU core): longer than the decode step that they come from. Rows that need more than a draw (penalties,
-logprobs) still go to the host (sampler.py).
+(top_p) a row for them (one CPU core): longer than the decode step that they come from. Rows that
+need more than a draw (penalties, logprobs) still go to the host (sampler.py).
 """
 
 from __future__ import annotations
