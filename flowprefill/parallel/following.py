@@ -131,8 +131,8 @@ class _Run:
     def _listen(self, pause_s: float) -> None:
         """Take in a message, or pause if there is none."""
         if self._messages.empty():
-            # not get(timeout=..): where so short a time is over before the wait begins, CPython 3.11
-            # takes what is left of it, a negative time, for no limit
+            # not get(timeout=..): where so short a time is over before the wait begins, CPython
+            # 3.11 takes what is left of it, a negative time, for no limit
             time.sleep(pause_s)
             return
         kind, body = self._messages.get()
