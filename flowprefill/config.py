@@ -122,8 +122,8 @@ class EngineConfig:
     """Fraction of a CUDA card's memory for weights and KV cache; in (0, 1]. No effect on cpu."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, with a device and a process each; divides its heads, KV heads and
-    intermediate size. On a CPU each has its part of the cores. kv_cache_memory_bytes is of each. Not
-    for native kernels or hooks."""
+    intermediate size. On a CPU each has its part of the cores. kv_cache_memory_bytes is for each.
+    Not for native kernels or hooks."""
     enable_prefix_caching: bool = True
     """Keep the KV blocks of ended requests while nobody needs the room, for prompts that begin
     alike."""
