@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flowprefill.predictor.fitted import FittedPredictor
 
 T = TypeVar("T")
+Stopped = Callable[[], AbstractContextManager[None]]
 
 STEADY = 0.1
 """Largest change of speed during a replay that counts."""
@@ -53,14 +55,21 @@ class Pace:
         """Seconds that work takes now over those that the profile stands for."""
         return self._work() / self._usual_s
 
-    def replay(self, replay: Callable[[float], T]) -> Paced[T]:
+    def replay(self, replay: Callable[[float], T], stopped: Stopped = nullcontext) -> Paced[T]:
         """Call replay(slowdown) until the speed was steady meanwhile, MAX_TRIES times at most; the
-        steadiest one's result."""
+        steadiest one's result.
+
+        stopped: gives a context in which what is measured does nothing at all, as idle threads may
+            spin and would be taken for a slow machine
+        """
         tries: list[Paced[T]] = []
         for _ in range(MAX_TRIES):
-            before = self.slowdown()
+            with stopped():
+                before = self.slowdown()
             value = replay(before)
-            tries.append(Paced(value, before, abs(self.slowdown() / before - 1)))
+            with stopped():
+                after = self.slowdown()
+            tries.append(Paced(value, before, abs(after / before - 1)))
             if tries[-1].drift <= STEADY:
                 break
         return min(tries, key=lambda paced: paced.drift)

@@ -44,4 +44,4 @@ def _start_peer(spec: PeerSpec, conditions: Conditions) -> Iterator[Running]:
     priority = sends_priority(spec)
     with serve_peer(spec, conditions) as server:
         make_target = partial(OpenAITarget, server.url, MODEL_NAME, send_priority=priority)
-        yield Running(server.version, make_target)
+        yield Running(server.version, make_target, stopped=server.stopped)

@@ -17,7 +17,7 @@ from typing import Any
 
 from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
 from flowprefill.bench.goodput_plan import GoodputPlan
-from flowprefill.bench.pace import Pace
+from flowprefill.bench.pace import Pace, Stopped
 from flowprefill.bench.progress import BenchProgress
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.replay.plan import PlannedRequest, plan_replay
@@ -47,6 +47,8 @@ class Running:
     """In the event loop that it is for."""
     stats: Callable[[], dict[str, Any]] | None = None
     """The engine's counters; None where there are none to be had."""
+    stopped: Stopped = contextlib.nullcontext
+    """See Pace.replay; ours sleeps when it is idle."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class ServerRuns:
     def _replay(self, contender: Contender, load: float) -> list[Outcome]:
         running = self._running(contender)
         self._progress.describe(f"{contender.name} at load {load:.3g}")
-        paced = self._pace.replay(partial(self._replayed, running, load))
+        paced = self._pace.replay(partial(self._replayed, running, load), running.stopped)
         paced.value[0].drift = paced.drift
         return paced.value
 

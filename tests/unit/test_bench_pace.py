@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,23 @@ def test_of_a_machine_that_never_is_the_steadiest_try_counts() -> None:
     paced = pace_of(*seconds).replay(lambda slowdown: next(numbers))
     assert paced.value == 1
     assert paced.drift == pytest.approx(0.2)
+
+
+def test_what_is_measured_stands_still_while_the_speed_is_looked_at() -> None:
+    done: list[str] = []
+
+    def work() -> float:
+        done.append("look")
+        return 2.0
+
+    @contextlib.contextmanager
+    def stopped() -> Iterator[None]:
+        done.append("stop")
+        yield
+        done.append("go on")
+
+    Pace(work, 2.0).replay(lambda slowdown: done.append("replay"), stopped)
+    assert done == ["stop", "look", "go on", "replay", "stop", "look", "go on"]
 
 
 def test_work_is_repeated_for_as_long_as_asked() -> None:

@@ -98,10 +98,15 @@ def test_a_deadline_is_sent_to_whom_it_matters(policy: str, expected: bool) -> N
     assert not sends_priority(PeerSpec("v", Path("/p"), Path("/m"), "vllm"))
 
 
-def is_running(pid: int) -> bool:
+def state(pid: int) -> str:
+    """As in /proc, and X for one that is not there."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return "X"
+
+
+def is_running(pid: int) -> bool:
+    return state(pid) not in "ZX"
 
 
 def test_a_peer_answers_inside_the_block_and_is_gone_behind_it(tmp_path: Path) -> None:
@@ -112,6 +117,15 @@ def test_a_peer_answers_inside_the_block_and_is_gone_behind_it(tmp_path: Path) -
         child = int((tmp_path / "child").read_text())
         assert is_running(child)
     wait_until(lambda: not is_running(child))
+
+
+def test_a_stopped_peer_does_nothing_and_then_answers_again(tmp_path: Path) -> None:
+    spec = PeerSpec("v", write_stand_in_server(tmp_path), tmp_path, "vllm")
+    with serve_peer(spec, CONDITIONS) as server:
+        pids = [server.process_group, int((tmp_path / "child").read_text())]
+        with server.stopped():
+            wait_until(lambda: [state(pid) for pid in pids] == ["T", "T"])
+        assert ask(server.url)[-1].num_input_tokens == 3
 
 
 def test_the_last_words_of_a_peer_that_does_not_start_are_told(tmp_path: Path) -> None:

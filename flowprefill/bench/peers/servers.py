@@ -40,6 +40,16 @@ class PeerServer:
     url: str
     """http://host:port"""
     version: str
+    process_group: int
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """None of its processes runs meanwhile (SIGSTOP)."""
+        os.killpg(self.process_group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.process_group, signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -61,7 +71,8 @@ def serve_peer(spec: PeerSpec, conditions: Conditions) -> Iterator[PeerServer]:
         )
         try:
             version = _wait_ready(spec.name, process, port, log)
-            yield PeerServer(f"http://127.0.0.1:{port}", f"{spec.worker} {version}")
+            url = f"http://127.0.0.1:{port}"
+            yield PeerServer(url, f"{spec.worker} {version}", process.pid)
         finally:
             _end(process)
 
