@@ -6,16 +6,13 @@ Knows neither requests nor restarts.
 from __future__ import annotations
 
 import contextlib
-import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 
-from flowprefill.child_process import spawn_module
+from flowprefill.child_process import STACK_DUMP_SIGNAL, describe_exit, spawn_module, wait_exit
 from flowprefill.config import EngineConfig
-from flowprefill.engine_server import STACK_DUMP_SIGNAL
 from flowprefill.wire import Channel, Kind, pack
 
 REAP_S = 2.0
@@ -30,15 +27,7 @@ class EngineChild:
         self, config: EngineConfig, engine_factory: str, on_log: Callable[[str], None]
     ) -> None:
         """Returns once the process runs; READY or LOAD_FAILED follows. OSError if it cannot run."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = spawn_module(
-                    "flowprefill.engine_server", [theirs.fileno()], subprocess.PIPE
-                )
-        except BaseException:
-            ours.close()
-            raise
+        self._process, ours = spawn_module("flowprefill.engine_server", output=subprocess.PIPE)
         self.channel = Channel(ours)
         self._log_thread = threading.Thread(
             target=self._forward_log, args=(on_log,), name="engine-log", daemon=True
@@ -61,25 +50,15 @@ class EngineChild:
 
         Bounded: a process that the kernel cannot end (stuck in a driver) is left behind.
         """
-        code = self._wait(grace_s)
+        code = wait_exit(self._process, grace_s)
         if code is None:
             self._process.kill()  # Popen never signals a pid that was reaped
-            code = self._wait(REAP_S)
+            code = wait_exit(self._process, REAP_S)
         self._log_thread.join(LOG_END_S)
         self.channel.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if code is None:
-            return "cannot be killed"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
-
-    def _wait(self, timeout_s: float) -> int | None:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        return "cannot be killed" if code is None else describe_exit(code)
 
     def _forward_log(self, on_log: Callable[[str], None]) -> None:
         assert self._process.stdout is not None

@@ -9,10 +9,8 @@ its parent: at the socket's EOF it exits at once, whatever the engine is doing.
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from flowprefill.child_process import end_with_parent
+from flowprefill.child_process import EXIT_CRASHED, handle_messages, live_with_parent
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, ModelLoadError
 from flowprefill.request import FinishReason, Request, TokenOutput
@@ -29,9 +27,6 @@ from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.timeline import DeviceRun
 from flowprefill.wire import Channel, Kind, pack, pack_error
 
-EXIT_CRASHED = 1
-EXIT_ORPHANED = 3
-STACK_DUMP_SIGNAL = signal.SIGUSR1
 CPU_NICENESS = 5
 FLUSH_S = 2.0
 
@@ -110,16 +105,8 @@ class EngineServer:
         # past atexit handlers and destructors: they can hang on device and thread state
         os._exit(code)
 
-    def _read(self) -> None:
-        try:
-            while True:
-                for kind, body in self._channel.receive():
-                    self._handle(kind, body)
-        except EOFError:
-            os._exit(EXIT_ORPHANED)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(EXIT_CRASHED)
+    def _read(self) -> NoReturn:
+        handle_messages(self._channel.receive, self._handle)
 
     def _handle(self, kind: Kind, body: Any) -> None:
         if kind is Kind.START:
@@ -168,12 +155,7 @@ class EngineServer:
 
 
 def main() -> NoReturn:
-    # a Ctrl-C or a service stop reaches the whole process group; the parent says when to end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
-    faulthandler.enable()
-    faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
+    live_with_parent()
     server = EngineServer(Channel(socket.socket(fileno=int(sys.argv[1]))))
     threading.excepthook = server.end_with_thread
     server.run()

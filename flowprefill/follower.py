@@ -9,10 +9,8 @@ it is doing.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -20,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from flowprefill.child_process import end_with_parent
+from flowprefill.child_process import EXIT_CRASHED, handle_messages, live_with_parent
 from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError
 from flowprefill.loading import PartPlan, load_part
@@ -31,8 +29,6 @@ from flowprefill.parallel.messages import PassReader
 from flowprefill.parallel.stop_word import StopWord
 from flowprefill.wire import Channel, Kind, Message, pack, pack_error
 
-EXIT_FAILED = 1
-EXIT_ORPHANED = 3
 FLUSH_S = 2.0
 
 
@@ -59,7 +55,7 @@ class Rank:
             failure = RankError(f"{type(error).__name__}: {error}")
         self._channel.send(pack(Kind.FAILED, pack_error(failure)))
         self._channel.flush(FLUSH_S)
-        os._exit(EXIT_FAILED)
+        os._exit(EXIT_CRASHED)
 
     def _load(self) -> Follower:
         start = self._expect(Kind.START)
@@ -80,27 +76,17 @@ class Rank:
         assert found is kind, f"{found} instead of {kind}"
         return body
 
-    def _read(self) -> None:
-        try:
-            while True:
-                for kind, body in self._channel.receive():
-                    if kind is Kind.CLOSE:
-                        os._exit(0)
-                    self._messages.put((kind, body))
-        except EOFError:
-            os._exit(EXIT_ORPHANED)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(EXIT_FAILED)
+    def _read(self) -> NoReturn:
+        handle_messages(self._channel.receive, self._handle)
+
+    def _handle(self, kind: Kind, body: Any) -> None:
+        if kind is Kind.CLOSE:
+            os._exit(0)
+        self._messages.put((kind, body))
 
 
 def main(before_slice: Callable[[], object] | None = None) -> NoReturn:
-    # as in the engine process: rank 0 says when to end
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_parent()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    live_with_parent()
     socket_fd, word_fd = map(int, sys.argv[1:])
     Rank(Channel(socket.socket(fileno=socket_fd)), StopWord(word_fd), before_slice).run()
 

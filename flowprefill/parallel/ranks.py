@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import signal
-import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowprefill.child_process import spawn_module
+from flowprefill.child_process import describe_exit, spawn_module, wait_exit
 from flowprefill.parallel.collectives import Collectives, open_store
 from flowprefill.parallel.errors import RankError
 from flowprefill.parallel.stop_word import StopWord
@@ -146,13 +143,7 @@ class _Child:
         self._on_end = on_end
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._failure: list[str] | None = None
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self.process = spawn_module(module, [theirs.fileno(), word_fd])
-        except BaseException:
-            ours.close()
-            raise
+        self.process, ours = spawn_module(module, [word_fd])
         self.channel = Channel(ours)
         self._watcher = threading.Thread(target=self._watch, name=f"rank-{rank}", daemon=True)
 
@@ -174,22 +165,17 @@ class _Child:
 
     def reap(self) -> str:
         """How it ended; killed if it has not."""
-        code = _wait(self.process)
+        code = wait_exit(self.process, REAP_S)
         if self._failure:
             return f"failed: {self._failure[1]}"
-        if code is None:
-            return "does not answer"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"exited with code {code}"
+        return "does not answer" if code is None else describe_exit(code)
 
     def end(self, is_broken: bool) -> None:
         if not is_broken:
             self.channel.send(pack(Kind.CLOSE))
-            _wait(self.process)
+            wait_exit(self.process, REAP_S)
         self.process.kill()  # Popen never signals a pid that was reaped
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: left behind
-            self.process.wait(REAP_S)
+        wait_exit(self.process, REAP_S)  # stuck in a driver: left behind
         self.channel.close()
         if self._watcher.ident is not None:
             self._watcher.join(REAP_S)
@@ -206,11 +192,3 @@ class _Child:
                         self._messages.put((kind, body))
         self._on_end(self)
         self._messages.put(None)
-
-
-def _wait(process: subprocess.Popen[str]) -> int | None:
-    """Its exit code; None if it does not end."""
-    try:
-        return process.wait(REAP_S)
-    except subprocess.TimeoutExpired:
-        return None
