@@ -102,10 +102,14 @@ class SamplingState:
         )
 
     @property
+    def _is_adjusted(self) -> bool:
+        """Something is asked for that changes logits."""
+        return bool(self.params.logit_bias) or self._is_held_back or self._is_penalized
+
+    @property
     def is_plain(self) -> bool:
         """Whether a draw from the logits as they are is all that is asked for."""
-        is_adjusted = self.params.logit_bias or self._is_held_back or self._is_penalized
-        return not is_adjusted and self.params.logprobs is None
+        return not self._is_adjusted and self.params.logprobs is None
 
     def next_draw(self) -> Draw:
         """Of the next token, if is_plain."""
@@ -118,7 +122,7 @@ class SamplingState:
     def adjust(self, logits: Row) -> Row:
         """Logits after bias, min_tokens and penalties: a new array, or `logits` if none applies."""
         params = self.params
-        if not (params.logit_bias or self._is_held_back or self._is_penalized):
+        if not self._is_adjusted:
             return logits
         adjusted = logits.copy()
         if params.logit_bias:
@@ -160,8 +164,10 @@ class Sampler:
         """
         assert logits.shape == (len(states), self.vocab_size), (logits.shape, len(states))
         choose = self._choose or device_choice(logits.device, self.vocab_size)
-        plain = [i for i, state in enumerate(states) if choose and state.is_plain]
-        if choose is None or not plain:
+        if choose is None:
+            return _sample_on_host(logits, states)
+        plain = [i for i, state in enumerate(states) if state.is_plain]
+        if not plain:
             return _sample_on_host(logits, states)
         others = sorted(set(range(len(states))).difference(plain))
         draws = [states[i].next_draw() for i in plain]

@@ -61,6 +61,22 @@ def _between(low, high):
 
 
 @triton.jit
+def _search(row_ptr, vocab, low, count_min, weight_min, peak, temperature, BLOCK: tl.constexpr):
+    """The largest key, `low` or above, that at least so many columns of so much weight reach; and
+    how many columns lie above it, and their weight."""
+    high = _keys(peak)
+    while low < high:
+        middle = _between(low, high)
+        count, weight = _of_at_least(row_ptr, vocab, middle, peak, temperature, BLOCK)
+        if (count >= count_min) & (weight >= weight_min):
+            low = middle
+        else:
+            high = middle - 1
+    count, weight = _of_at_least(row_ptr, vocab, low + 1, peak, temperature, BLOCK)
+    return low, count, weight
+
+
+@triton.jit
 def _threshold(row_ptr, vocab, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
     """Key of the smallest logit that top_k and top_p keep, and how many of those equal to it."""
     low = tl.full([], LOWEST, tl.int32)
@@ -68,29 +84,13 @@ def _threshold(row_ptr, vocab, peak, temperature, top_k, top_p, BLOCK: tl.conste
     count, weight = _of_at_least(row_ptr, vocab, low + 1, peak, temperature, BLOCK)
     total = weight
     if (top_k > 0) & (top_k < vocab):
-        high = _keys(peak)
-        while low < high:  # the largest key that at least top_k columns reach
-            middle = _between(low, high)
-            count, weight = _of_at_least(row_ptr, vocab, middle, peak, temperature, BLOCK)
-            if count >= top_k:
-                low = middle
-            else:
-                high = middle - 1
-        count, weight = _of_at_least(row_ptr, vocab, low + 1, peak, temperature, BLOCK)
+        low, count, weight = _search(row_ptr, vocab, low, top_k, 0.0, peak, temperature, BLOCK)
         num_equal = top_k - count
         total = weight + num_equal * _weights(_number(low), peak, temperature)
     if top_p < 1.0:
         wanted = top_p * total
         kept = low
-        high = _keys(peak)
-        while low < high:  # the largest key whose columns reach the wanted weight
-            middle = _between(low, high)
-            count, weight = _of_at_least(row_ptr, vocab, middle, peak, temperature, BLOCK)
-            if weight >= wanted:
-                low = middle
-            else:
-                high = middle - 1
-        count, weight = _of_at_least(row_ptr, vocab, low + 1, peak, temperature, BLOCK)
+        low, count, weight = _search(row_ptr, vocab, low, 0, wanted, peak, temperature, BLOCK)
         each = _weights(_number(low), peak, temperature)
         if each > 0.0:
             # the smaller one: rounding must not keep more than top_k
