@@ -6,20 +6,18 @@ The latter, and transformers with it, is imported only where it is needed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError, UnsupportedArchitectureError
 from flowprefill.executor.device import make_device
 from flowprefill.granularity import Granularity
-from flowprefill.host_memory import available_bytes
 from flowprefill.loading import (
     LoadedModel,
-    kv_cache_bytes,
+    kv_cache_bytes_on,
     load_model,
     profile_model,
 )
@@ -133,12 +131,7 @@ def _load_hooked(
     from flowprefill.hooks.loading import load_hooked
 
     device = make_device(config.device, config.max_slice_ms / 1000, config.num_threads)
-
-    def kv_bytes(need: int) -> tuple[int, str]:
-        if device.torch_device.type == "cuda":
-            return kv_cache_bytes(config, need, *torch.cuda.mem_get_info(device.torch_device))
-        return kv_cache_bytes(config, need, available_bytes())
-
+    kv_bytes = partial(kv_cache_bytes_on, device.torch_device, config)
     try:
         return load_hooked(config, path, chosen.architecture, device, kv_bytes, on_progress)
     except ModelLoadError as error:

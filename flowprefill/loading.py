@@ -12,7 +12,7 @@ import torch
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
-from flowprefill.executor.device import Device, make_device
+from flowprefill.executor.device import Device, make_device, model_dtype
 from flowprefill.executor.sampler import Sampler, SamplingState
 from flowprefill.host_cpu import cpu_model, num_cpus
 from flowprefill.host_memory import available_bytes
@@ -150,13 +150,14 @@ def load_model(
     spec = _with_max_model_len(read_model_spec(path), config.max_model_len)
     num_ranks = config.tensor_parallel_size
     assert num_ranks == 1 or make_weights is None, "each rank loads its part of files"
-    part_spec = Shard(0, num_ranks).of_spec(spec)
+    shard = Shard(0, num_ranks)
+    part_spec = shard.of_spec(spec)
     num_threads = config.num_threads
     if num_ranks > 1:
         num_threads = num_threads or max(1, num_cpus() // num_ranks)
     device = make_device(config.device, config.max_slice_ms / 1000, num_threads)
     _check_cards(device, num_ranks)
-    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = model_dtype(config, device)
     kernels = _choose_kernels(config, part_spec, dtype, device, on_progress)
     type_name, dtype_name = device.torch_device.type, str(dtype).removeprefix("torch.")
     plan = PartPlan(num_ranks, type_name, dtype_name, kernels, device.num_threads)
@@ -165,7 +166,6 @@ def load_model(
         if make_weights:
             weights = make_weights(spec, dtype, device.torch_device)
         else:
-            shard = Shard(0, num_ranks)
             weights = load_weights(path, part_spec, dtype, on_progress, shard=shard)
             weights = weights.to(device.torch_device)
         part = ModelPart(config, plan, part_spec, device, weights)
@@ -258,20 +258,22 @@ def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devic
 
     They may be too few for a request of max_model_len: the engine refuses what cannot fit.
     """
-    block_bytes = 2 * spec.num_layers * config.block_size * spec.kv_size * dtype.itemsize
+    block_bytes = config.block_size * spec.kv_bytes_per_token(dtype.itemsize)
     need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
-    if device.torch_device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device.torch_device)
-        memory, setting = kv_cache_bytes(config, need, free, total)
-    else:
-        available = available_bytes()
-        # ranks on a CPU share its memory
-        share = None if available is None else available // config.tensor_parallel_size
-        memory, setting = kv_cache_bytes(config, need, share)
+    memory, setting = kv_cache_bytes_on(device.torch_device, config, need)
     smallest = min(need, -(-_MIN_KV_TOKENS // config.block_size) * block_bytes)
     if memory < smallest:
         raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
     return memory // block_bytes
+
+
+def kv_cache_bytes_on(device: torch.device, config: EngineConfig, need: int) -> tuple[int, str]:
+    """kv_cache_bytes with what is free on the device now; ranks on a CPU share its memory."""
+    if device.type == "cuda":
+        return kv_cache_bytes(config, need, *torch.cuda.mem_get_info(device))
+    available = available_bytes()
+    share = None if available is None else available // config.tensor_parallel_size
+    return kv_cache_bytes(config, need, share)
 
 
 def kv_cache_bytes(

@@ -65,6 +65,13 @@ class Outcome:
         return sum(self.on_time_by_class.values())
 
 
+def check_served(name: str, records: Sequence[ReplayRecord]) -> None:
+    """Raises BenchmarkError if a request of what is called so failed."""
+    failed = next((record.error for record in records if record.error), None)
+    if failed:
+        raise BenchmarkError(f"{name}: a request failed: {failed}")
+
+
 def outcome_of(records: Sequence[ReplayRecord], slowdown: float = 1.0) -> Outcome:
     """What records say; nothing of what only the engine knows. slowdown: see Outcome"""
     classes = by_class(records)

@@ -15,7 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from flowprefill.bench.engine_replay import EngineReplayer
-from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
+from flowprefill.bench.goodput_outcomes import (
+    Outcome,
+    OutcomeStore,
+    Point,
+    check_served,
+    outcome_of,
+)
 from flowprefill.bench.pace import Pace
 from flowprefill.bench.progress import BenchProgress
 from flowprefill.bench.report import BenchmarkError
@@ -127,9 +133,7 @@ class GoodputRuns:
         engine, replayer = self._running(cell)
         planned = plan_replay(*self._plan.offered(load, slo_scale, slowdown))[:num_requests]
         records = replayer.run(engine, planned, cut_idle=True)
-        failed = next((r.error for r in records if r.error), None)
-        if failed:
-            raise BenchmarkError(f"{cell.name}: a request failed: {failed}")
+        check_served(cell.name, records)
         return records
 
     def _running(self, cell: Cell) -> tuple[Engine, EngineReplayer]:

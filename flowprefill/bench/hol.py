@@ -2,8 +2,8 @@
 
 Through a real tritonserver that holds the same model once per policy, or once per program and
 policy. An idle engine costs nothing, so they alternate within seconds of each other, and the
-machine's drift hits them alike. All times are taken at
-the client, from sending a request to its first token.
+machine's drift hits them alike. All times are taken at the client, from sending a request to its
+first token.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from flowprefill.bench.prefill import random_tokens
 from flowprefill.bench.prefill_rounds import Rounds, run_rounds
 from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
-from flowprefill.executor.device import make_device
+from flowprefill.executor.device import make_device, model_dtype
 from flowprefill.granularity import Granularity
 from flowprefill.hooks.boundaries import decoder_layers
 from flowprefill.hooks.causal_lm import CausalLM
-from flowprefill.hooks.loading import load_causal_lm, model_dtype, tile_rows
+from flowprefill.hooks.loading import load_causal_lm, tile_rows
 from flowprefill.hooks.program import HookedProgram
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable

@@ -27,7 +27,7 @@ def serve_models(models: Mapping[str, EngineConfig]) -> Iterator[str]:
     """Run a tritonserver with these models by name; yields its gRPC address, host:port."""
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
         for name, config in models.items():
-            write_model(Path(directory) / name, config, config.policy)
+            write_model(Path(directory) / name, config)
         # One after the other, so that engines do not disturb each other's calibration.
         options = dataclasses.replace(
             on_free_ports(Path(directory)), extra_args=("--model-load-thread-count=1",)
@@ -58,14 +58,14 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def write_model(directory: Path, config: EngineConfig, policy: str) -> None:
-    """Make `directory` that of a model which serves `config` under `policy`."""
+def write_model(directory: Path, config: EngineConfig) -> None:
+    """Make `directory` that of a model which serves `config`."""
     version = directory / "1"
     version.mkdir(parents=True)
     (directory / "config.pbtxt").write_text(
         'backend: "flowprefill"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
     )
-    (version / "model.json").write_text(json.dumps({**config.to_dict(), "policy": policy}))
+    (version / "model.json").write_text(json.dumps(config.to_dict()))
 
 
 def model_name(policy: str) -> str:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowprefill.bench.engine_replay import EngineReplayer
+from flowprefill.bench.goodput_outcomes import check_served
 from flowprefill.bench.goodput_runs import Cell, with_cell
 from flowprefill.bench.progress import BenchProgress, bench_progress
-from flowprefill.bench.report import BenchmarkError
 from flowprefill.bench.simulate_plan import Plan, take_window
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
@@ -234,9 +234,7 @@ class _Validator:
 
     def _replay(self, planned: Sequence[PlannedRequest]) -> list[ReplayRecord]:
         records = self._replayer.run(self._engine, planned)
-        failed = next((record.error for record in records if record.error), None)
-        if failed:
-            raise BenchmarkError(f"{self._cell.name}: a request failed: {failed}")
+        check_served(self._cell.name, records)
         return records
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from flowprefill.config import EngineConfig
 from flowprefill.executor.cuda_device import CudaDevice
 from flowprefill.executor.launch_window import DeviceEvent
 from flowprefill.host_cpu import num_cpus
@@ -101,6 +102,14 @@ class CpuDevice:
 
     def wait(self) -> None:
         pass
+
+
+def model_dtype(config: EngineConfig, device: Device) -> torch.dtype:
+    """Of the weights, and of the keys and values."""
+    if config.dtype == "auto":
+        return device.default_dtype
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
 
 
 def make_device(name: str, max_slice_s: float, num_threads: int | None, index: int = 0) -> Device:

@@ -18,7 +18,7 @@ from torch import nn
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError
-from flowprefill.executor.device import Device
+from flowprefill.executor.device import Device, model_dtype
 from flowprefill.granularity import Granularity
 from flowprefill.hooks.causal_lm import CausalLM
 from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_predictor
@@ -220,14 +220,6 @@ def _num_blocks(
     if memory < smallest:
         raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
     return memory // block_bytes
-
-
-def model_dtype(config: EngineConfig, device: Device) -> torch.dtype:
-    """Of the weights, and of the keys and values."""
-    if config.dtype == "auto":
-        return device.default_dtype
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
 
 
 def tile_rows(device: Device) -> int:

@@ -83,6 +83,10 @@ class ModelSpec:
         """Elements of one token's keys in one layer, and of its values."""
         return self.num_kv_heads * self.head_dim
 
+    def kv_bytes_per_token(self, value_bytes: int) -> int:
+        """Of one token's keys and values in all layers; value_bytes: of one element."""
+        return 2 * self.num_layers * self.kv_size * value_bytes
+
 
 @dataclass(frozen=True)
 class TensorNames:

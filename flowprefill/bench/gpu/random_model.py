@@ -141,4 +141,4 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 def kv_bytes(spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
     """K and V of so many tokens."""
-    return 2 * spec.num_layers * spec.kv_size * dtype.itemsize * num_tokens
+    return num_tokens * spec.kv_bytes_per_token(dtype.itemsize)

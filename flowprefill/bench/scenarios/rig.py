@@ -58,7 +58,7 @@ class Rig:
         with contextlib.ExitStack() as stack:
             directory = tempfile.TemporaryDirectory(prefix="flowprefill-bench-")
             self._repository = Path(stack.enter_context(directory))
-            write_model(self._repository / BASE, self.config, self.config.policy)
+            write_model(self._repository / BASE, self.config)
             stack.enter_context(sigterm_raises())
             self.server = stack.enter_context(TritonServer(on_free_ports(self._repository)))
             self.client = stack.enter_context(Client(self.server.grpc_url, BASE))
@@ -123,7 +123,7 @@ class Rig:
         import tritonclient.http as triton
 
         config = dataclasses.replace(self.config, **settings)
-        write_model(self._repository / name, config, config.policy)
+        write_model(self._repository / name, config)
         control = triton.InferenceServerClient(self.server.http_url, network_timeout=_WAIT_S)
         try:
             control.load_model(name)

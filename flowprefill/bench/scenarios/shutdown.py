@@ -33,7 +33,7 @@ def stop_under_load(rig: Rig) -> list[Bar]:
 def _stop_within(rig: Rig, exit_timeout_s: int) -> list[Bar]:
     is_long = exit_timeout_s == max(_EXIT_TIMEOUTS_S)
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
-        write_model(Path(directory) / BASE, rig.config, rig.config.policy)
+        write_model(Path(directory) / BASE, rig.config)
         options = replace(on_free_ports(Path(directory)), exit_timeout_s=exit_timeout_s)
         with (
             TritonServer(options) as server,

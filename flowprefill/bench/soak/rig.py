@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from flowprefill.bench.metrics_page import MetricsPage
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.bench.servers import on_free_ports, sigterm_raises, write_model
 from flowprefill.bench.soak.asking import MODEL_NAME
 from flowprefill.config import EngineConfig
-from flowprefill.executor.device import make_device
+from flowprefill.executor.device import make_device, model_dtype
 from flowprefill.openai.process import OpenAIProcess
 from flowprefill.programs.model_spec import read_model_spec, resolve_model_path
 from flowprefill.server import TritonServer, free_ports
@@ -112,7 +110,7 @@ class SoakServer:
 def soak_server(config: EngineConfig) -> Iterator[SoakServer]:
     """Start it, and end it with all it left."""
     with tempfile.TemporaryDirectory(prefix="flowprefill-bench-") as directory:
-        write_model(Path(directory) / MODEL, config, config.policy)
+        write_model(Path(directory) / MODEL, config)
         with sigterm_raises(), TritonServer(on_free_ports(Path(directory))) as server:
             (openai_port,) = free_ports(1)
             openai = OpenAIProcess("127.0.0.1", openai_port, server.grpc_url, exit_timeout_s=10)
@@ -135,11 +133,10 @@ def small_cache(config: EngineConfig) -> EngineConfig:
     assert config.max_model_len is not None
     spec = read_model_spec(resolve_model_path(config.model))
     device = make_device(config.device, config.max_slice_ms / 1000, config.num_threads)
-    dtype = device.default_dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    token_bytes = 2 * spec.num_layers * spec.kv_size * dtype.itemsize
     num_tokens = 3 * config.max_model_len // 2
+    kv_bytes = num_tokens * spec.kv_bytes_per_token(model_dtype(config, device).itemsize)
     return dataclasses.replace(
-        config, kv_cache_memory_fraction=None, kv_cache_memory_bytes=num_tokens * token_bytes
+        config, kv_cache_memory_fraction=None, kv_cache_memory_bytes=kv_bytes
     )
 
 
