@@ -6,13 +6,16 @@ loads it is taken to be linear in the logarithm of the load.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 STEP = 1.1
 """Factor between neighbours on the grid of loads."""
 MIN_LOAD, MAX_LOAD = 0.02, 20.0
+SINGLE_STEPS = 3
+"""Of a search, before it takes longer ones: most guesses are no further off."""
 
 Curve = Mapping[float, float]
 """Attainment by load."""
@@ -26,19 +29,43 @@ def snap(load: float) -> float:
 def next_load(curve: Curve, guess: float, target: float) -> float | None:
     """The load to measure next; None once the crossing lies between two neighbours.
 
-    guess: a load of the grid, from which the crossing is walked to
+    guess: a load of the grid; from it single steps, then steps twice as long each, lead past the
+    crossing, and halves of the last step back to it
     """
     if guess not in curve:
         return guess
     is_met = curve[guess] >= target
-    index = _index(guess)
-    while MIN_LOAD < _load(index) < MAX_LOAD:
-        index += 1 if is_met else -1
-        load = _load(index)
-        if load not in curve:
-            return load
-        if (curve[load] >= target) != is_met:
-            return None
+    near = _index(guess)
+    for far in _indices_from(near, 1 if is_met else -1):
+        if _load(far) not in curve:
+            return _load(far)
+        if (curve[_load(far)] >= target) != is_met:
+            return _halve(curve, near, far, target)
+        near = far
+    return None
+
+
+def _indices_from(index: int, direction: int) -> Iterator[int]:
+    """Of the grid, to its end in that direction."""
+    last = _index(MAX_LOAD if direction > 0 else MIN_LOAD)
+    for num_steps in itertools.count():
+        if index == last:
+            return
+        step = 2 ** max(0, num_steps - SINGLE_STEPS + 1)
+        index += direction * min(step, abs(last - index))
+        yield index
+
+
+def _halve(curve: Curve, near: int, far: int, target: float) -> float | None:
+    """The next load between two indices on whose sides of the target curve says different."""
+    while abs(far - near) > 1:
+        middle = (near + far) // 2
+        if _load(middle) not in curve:
+            return _load(middle)
+        if (curve[_load(middle)] >= target) == (curve[_load(near)] >= target):
+            near = middle
+        else:
+            far = middle
     return None
 
 

@@ -72,6 +72,13 @@ class TestCrossing:
         assert met <= true_load < missed
         assert missed / met == pytest.approx(STEP, rel=1e-4)
 
+    @pytest.mark.parametrize(("true_load", "most"), [(1.05, 2), (1.25, 4), (0.8, 4), (0.03, 13)])
+    def test_a_guess_far_off_costs_few_measurements(self, true_load: float, most: int) -> None:
+        curve: dict[float, float] = {}
+        while (load := next_load(curve, snap(1.0), TARGET)) is not None:
+            curve[load] = 1.0 if load <= true_load else 0.5
+        assert len(curve) <= most  # 0.03 is 37 steps off
+
     @pytest.mark.parametrize("value", [0.0, 1.0])
     def test_the_walk_ends_where_the_target_is_always_or_never_met(self, value: float) -> None:
         curve: dict[float, float] = {}
