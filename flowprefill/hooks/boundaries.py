@@ -62,12 +62,12 @@ def class_names(model: nn.Module) -> list[str]:
 
 
 def _parts(layer: nn.Module) -> list[nn.Module]:
-    """Direct children that hold weights and are no norms."""
+    """Direct children that hold weights, as parameters or packed in buffers, and are no norms."""
     return [
         child
         for child in layer.children()
         if not type(child).__name__.endswith("Norm")
-        and any(p.dim() > 1 for p in child.parameters())
+        and any(w.dim() > 1 for w in (*child.parameters(), *child.buffers()))
     ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flowprefill
 from flowprefill.errors import ConfigError
+from flowprefill.hooks.boundaries import find_boundaries
 from tests.unit.hooks.tiny import make_model
 
 
@@ -129,6 +130,31 @@ def test_boundaries_are_parts_of_layers_or_what_an_override_names() -> None:
     assert fine.num_boundaries == 3 * 7 + 1
     with pytest.raises(ConfigError, match=r"no module of class 'Lineal'; it has: .*LlamaMLP"):
         flowprefill.preemptible(make_model("Llama"), boundaries=["Lineal"])
+
+
+class Packed(nn.Module):
+    """Holds weights as GPTQ and AWQ do: no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(8, 8, dtype=torch.int32))
+        self.register_buffer("g_idx", torch.zeros(8, dtype=torch.int32))
+
+
+class PackedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_norm = nn.LayerNorm(8)
+        self.mixer = nn.Sequential(Packed())
+        self.act = nn.SiLU()
+        self.mlp = nn.Sequential(Packed(), Packed())
+
+
+def test_weights_packed_in_buffers_make_a_part_too() -> None:
+    layers = nn.ModuleList(PackedLayer() for _ in range(3))
+    model = nn.ModuleDict({"layers": layers})
+    expected = [part for layer in layers for part in (layer.mixer, layer.mlp)]
+    assert list(find_boundaries(model).modules) == expected
 
 
 def test_removed_hooks_leave_no_boundaries() -> None:
