@@ -2,12 +2,13 @@
 
 Requests are counted here in the stub, where each has its one end, whatever became of the engine.
 The engine counts decisions, preemptions and the like since its own start; from one engine to the
-next, counters go on. What the page shows is noted series by series, so a call that the server did
-not take is made up for by the next update.
+next, counters go on. What the page shows is noted series by series, and observations that it lacks
+are kept, so a call that the server did not take is made up for by the next update.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections import defaultdict
@@ -34,6 +35,8 @@ INTERVAL_S = 1.0
 REFRESH_UPDATES = 10
 """So many updates apart all gauges are sent again: another instance of the model, which is being
 unloaded, may have set them."""
+MAX_UNOBSERVED = 100_000
+"""So many observations that the server did not take are kept, the latest."""
 
 ENGINE_COUNTERS = {
     "flowprefill_preemptions_total": "num_preemptions",
@@ -87,7 +90,10 @@ class Metrics:
         cache = (str(info.block_size), str(info.num_kv_blocks))
         self._cache_info = ("vllm:cache_config_info", *cache)
         self._totals[self._cache_info] = 1
+        self._unobserved: list[tuple[Series, float]] = []
         self._last_stats = EngineStats()
+        self._heard: EngineStats | None = None
+        """What the engine that runs said last; None if none does, or it said nothing yet."""
         self._last_state: tuple[EngineState, int] | None = None
         self._is_behind = True
         """Something runs, or the page does not show all."""
@@ -113,17 +119,22 @@ class Metrics:
     def update(self) -> None:
         """Bring the page up to date. With nothing live and nothing new the engine is not asked."""
         counts, observations = self._tally.take()
+        self._unobserved += observations
         state = (self._engine.state, self._engine.num_restarts)
         is_new = bool(counts or observations or state != self._last_state)
         if not (is_new or self._is_behind):
             return
+        self._is_behind = True  # until all of this is done
         for series, count in counts.items():
             self._totals[series] += count
         stats = self._ask_engine()
+        if stats is not None or state != self._last_state:
+            self._heard = stats
+        gauges = self._gauges(self._presumed() if stats is None else stats)
         self._count_engine(stats, state)
-        is_done = all([self._do(self._page.observe, value, *s) for s, value in observations])
+        is_done = self._publish_observations()
         is_done &= self._publish_counts()
-        is_done &= self._is_replaced() or self._publish_gauges(self._gauges(stats))
+        is_done &= self._is_replaced() or self._publish_gauges(gauges)
         is_at_rest = state[0] is not EngineState.READY if stats is None else _is_at_rest(stats)
         self._is_behind = not (is_done and is_at_rest) or self._num_live > 0
 
@@ -168,8 +179,18 @@ class Metrics:
     def _ask_engine(self) -> EngineStats | None:
         try:
             return self._engine.stats()
-        except UnavailableError:  # it is dead, or restarts
+        except UnavailableError:  # it is dead, restarts, or does not answer in time
             return None
+
+    def _presumed(self) -> EngineStats | None:
+        """For an engine that does not answer: it has what it had, and whatever came since waits."""
+        last = self._heard
+        if last is None:
+            return None
+        num_begun = last.num_prefilling + last.num_decoding
+        num_in_engine = self._num_live - self._num_unparsed()
+        num_waiting = max(last.num_waiting, num_in_engine - num_begun)
+        return dataclasses.replace(last, num_waiting=num_waiting)
 
     @property
     def _num_live(self) -> int:
@@ -187,6 +208,16 @@ class Metrics:
             self._last_stats = stats
         self._totals[_RESTARTS] = state[1]
         self._last_state = state
+
+    def _publish_observations(self) -> bool:
+        """Keep what the server does not take. Returns whether that is nothing."""
+        missed = [
+            (series, value)
+            for series, value in self._unobserved
+            if not self._do(self._page.observe, value, *series)
+        ]
+        self._unobserved = missed[-MAX_UNOBSERVED:]
+        return not missed
 
     def _publish_counts(self, num_live: int | None = None) -> bool:
         """Add what the page lacks. Returns whether the server took all of it.

@@ -320,22 +320,99 @@ def test_a_call_that_the_server_did_not_take_is_made_up_for(
     assert board.value("vllm:generation_tokens_total") == 1
 
 
+def test_an_observation_that_the_server_did_not_take_is_made_up_for(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of an update fails once: afterwards all are there, and each is there once."""
+    observe = fake_pb_utils.Metric.observe
+    req_id, sender = board.submit(slo_class="chat")
+    for token_id in range(5, 9):
+        board.engine.say(req_id, token_id)
+    board.engine.say(req_id, 9, FinishReason.LENGTH)
+    sender.wait_final()
+    failed: set[int] = set()
+
+    def fail_once(metric: fake_pb_utils.Metric, value: float) -> None:
+        if id(metric) not in failed:
+            failed.add(id(metric))
+            raise RuntimeError("the queue is full")
+        observe(metric, value)
+
+    monkeypatch.setattr(fake_pb_utils.Metric, "observe", fail_once)
+    board.update()
+    assert failed
+    for _ in range(2):
+        board.update()
+        ttft = "time_to_first_token_seconds"
+        assert len(board.series(f"flowprefill_{ttft}", slo_class="chat").observed) == 1
+        assert len(board.series(f"vllm:{ttft}").observed) == 1
+        assert len(board.series("vllm:time_per_output_token_seconds").observed) == 4
+        assert board.series("vllm:request_generation_tokens").observed == [5]
+
+
+def test_of_observations_that_the_server_never_takes_the_latest_are_kept(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(metric: fake_pb_utils.Metric, value: float) -> None:
+        raise RuntimeError("the queue is full")
+
+    monkeypatch.setattr(metrics_module, "MAX_UNOBSERVED", 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_pb_utils.Metric, "observe", refuse)
+        for gap_s in range(5):
+            board.metrics._tally.add({}, [(("vllm:time_per_output_token_seconds",), gap_s)])
+            board.update()
+    board.update()
+    assert board.series("vllm:time_per_output_token_seconds").observed == [2, 3, 4]
+
+
+def say_nothing() -> EngineStats:
+    raise UnavailableError("no stats from the engine in 2 s")
+
+
+def load_of(board: Board) -> dict[str, float]:
+    """What routers go by."""
+    names = ("vllm:num_requests_waiting", "vllm:num_requests_running",
+             "vllm:kv_cache_usage_perc", "flowprefill_engine_ready")  # fmt: skip
+    return {name.rsplit("_", 1)[1]: board.value(name) for name in names}
+
+
 def test_an_engine_that_does_not_answer_is_asked_again(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    req_id, sender = board.submit()
-    board.engine.say(req_id, 5, FinishReason.LENGTH)
-    sender.wait_final()
-
-    def say_nothing() -> EngineStats:
-        raise UnavailableError("no stats from the engine in 2 s")
-
+    """It may be slow only: until it says so, it holds what it held."""
+    board.submit()
+    board.submit()
+    busy = {"num_decoding": 1, "num_waiting": 1, "num_kv_blocks_used": 5}
+    board.engine.now = EngineStats(num_decisions=4, **busy)
+    board.update()
+    before = {"waiting": 1, "running": 1, "perc": 0.5, "ready": 1}
+    assert load_of(board) == before
     with monkeypatch.context() as patch:
         patch.setattr(board.engine, "stats", say_nothing)
         board.update()
-    board.engine.now = EngineStats(num_decisions=10)
+        assert load_of(board) == before
+        board.submit()
+        board.update()
+        assert load_of(board) == {**before, "waiting": 2}, "what came since waits"
+    board.engine.now = EngineStats(num_decisions=10, num_kv_blocks_used=1)
     board.update()
+    assert load_of(board) == {"waiting": 0, "running": 0, "perc": 0.1, "ready": 1}
     assert board.value("flowprefill_decisions_total") == 10
+
+
+def test_an_engine_that_was_replaced_holds_nothing_of_what_the_dead_one_held(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where its restart was over before the next look, and it does not answer yet."""
+    board.submit()
+    board.engine.now = EngineStats(since_s=1.0, num_decoding=1, num_kv_blocks_used=5)
+    board.update()
+    monkeypatch.setattr(board.engine, "stats", say_nothing)
+    board.engine.num_restarts = 1
+    for _ in range(2):
+        board.update()
+        assert load_of(board) == {"waiting": 1, "running": 0, "perc": 0, "ready": 1}
 
 
 def gauges_of(board: Board) -> dict[str, set[float]]:
