@@ -37,8 +37,10 @@ class _JoinedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> int:
         return self.longest
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.longest + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """query_length: in transformers 4 the positions of the queries"""
+        num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.longest + num_queries, 0
 
 
 def joined(caches: Sequence[Any]) -> Any:
