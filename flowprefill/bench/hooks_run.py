@@ -20,6 +20,7 @@ from flowprefill.clock import MonotonicClock
 from flowprefill.config import EngineConfig
 from flowprefill.executor.device import make_device, model_dtype
 from flowprefill.granularity import Granularity
+from flowprefill.hooks.availability import length_limit, text_config
 from flowprefill.hooks.boundaries import decoder_layers
 from flowprefill.hooks.causal_lm import CausalLM
 from flowprefill.hooks.loading import load_causal_lm, tile_rows
@@ -45,9 +46,10 @@ class HookBench:
         path = resolve_model_path(config.model)
         self._plain, _ = load_causal_lm(path, dtype, self._device.torch_device)
         self._never = Interrupt(MonotonicClock())
-        keys: Any = self._plain.config
-        self._vocab_size: int = keys.vocab_size
-        self.max_tokens: int | None = getattr(keys, "max_position_embeddings", None)
+        self._config: Any = self._plain.config
+        text = text_config(self._config)
+        self._vocab_size: int = text.vocab_size
+        self.max_tokens = length_limit(text)
 
     @property
     def weight_bytes(self) -> int:
@@ -71,7 +73,7 @@ class HookBench:
         """Rounds of the plain forward pass, of the same one left at each boundary, and of the
         engine's passes over tiles."""
         lm = CausalLM(twin(self._plain))
-        program = HookedProgram(lm, tile_rows(self._device))
+        program = HookedProgram(lm, tile_rows(self._device, self._config))
 
         def plain(tokens: Sequence[int]) -> None:
             with torch.inference_mode():
@@ -95,7 +97,7 @@ class HookBench:
         """Slices of a pass with these boundaries, and the bytes that a prefill holds where it holds
         most, its keys and values left out. Raises ConfigError for a class that the model lacks."""
         lm = CausalLM(twin(self._plain), self.class_names(boundaries))
-        program = HookedProgram(lm, tile_rows(self._device))
+        program = HookedProgram(lm, tile_rows(self._device, self._config))
         tokens = random_tokens(self._vocab_size, num_tokens, seed=0)
         state, most = self._start(program, tokens, granularity), 0
         while not state.is_done:

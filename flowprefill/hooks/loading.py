@@ -20,6 +20,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError
 from flowprefill.executor.device import Device, model_dtype
 from flowprefill.granularity import Granularity
+from flowprefill.hooks.availability import HookedSpec, read_spec, text_config
 from flowprefill.hooks.causal_lm import CausalLM
 from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_predictor
 from flowprefill.hooks.program import HookedProgram
@@ -27,26 +28,17 @@ from flowprefill.host_cpu import cpu_model
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
-from flowprefill.programs.model_spec import check_max_model_len, read_json_object
 from flowprefill.programs.weights import OnProgress
 from flowprefill.version import __version__
 
-_CPU_TILE_ROWS = 256
+_TILE_ROWS = 256
 _CUDA_TILE_ROWS = 2048
 """Tokens of one forward pass in granularity `tile`: boundaries are as close as a pass is short."""
-_DEFAULT_MAX_LEN = 8192
-"""Of a model that knows no limit, as recurrent ones do."""
-
-
-@dataclass(frozen=True)
-class HookedSpec:
-    """What the engine must know of a model."""
-
-    architecture: str
-    max_position_embeddings: int
-    """The engine's max_model_len."""
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
+_MIN_KV_TOKENS = 256
+"""KV cache that a useful engine has at least, unless max_model_len is smaller."""
+_NUM_STATES = 16
+"""Blocks with a recurrent state each that count as one request of max_model_len, if it needs fewer:
+by default there is room for some short requests at once."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class HookedModel:
     """A model on its device; what LoadedModel is for native programs."""
 
     config: EngineConfig
-    """Without prefix caching."""
+    """Without prefix caching, and with the blocks that are counted."""
     spec: HookedSpec
     device: Device
     dtype: torch.dtype
@@ -135,17 +127,17 @@ def load_hooked(
     Raises ConfigError or ModelLoadError.
     """
     dtype = model_dtype(config, device)
+    spec = read_spec(path, architecture, config.max_model_len)
     on_progress("load weights", 0.0)
     model, unused = load_causal_lm(path, dtype, device.torch_device)
     on_progress("load weights", 1.0)
     if unused:
         on_progress(f"{len(unused)} tensors have no place in it, such as {unused[0]!r}", 1.0)
-    spec = _spec(model.config, path, architecture, config.max_model_len)
-    program = HookedProgram(CausalLM(model, config.hook_boundaries), tile_rows(device))
-    cache = CountedBlocks(
-        _num_blocks(program.lm, spec, config.block_size, kv_bytes), config.block_size
-    )
-    config = replace(config, enable_prefix_caching=False)
+    lm = CausalLM(model, config.hook_boundaries)
+    spec = _with_logits_of(lm, spec)
+    program = HookedProgram(lm, tile_rows(device, model.config))
+    cache = _count_blocks(lm, spec, config.block_size, kv_bytes)
+    config = replace(config, enable_prefix_caching=False, block_size=cache.block_size)
     return HookedModel(config, spec, device, dtype, cache, program, _kernels())
 
 
@@ -179,23 +171,17 @@ def load_causal_lm(
     return model.eval(), sorted(map(str, loaded[1]["unexpected_keys"]))
 
 
-def _spec(keys: Any, path: Path, architecture: str, max_model_len: int | None) -> HookedSpec:
-    limit = getattr(keys, "max_position_embeddings", None)
-    check_max_model_len(max_model_len, limit)
-    vocab_size = getattr(keys, "vocab_size", None)
-    if not isinstance(vocab_size, int):
-        raise ModelLoadError(f"{path}: config.json: vocab_size={vocab_size!r}: must be a number")
-    eos = getattr(keys, "eos_token_id", None)
-    generation = path / "generation_config.json"
-    if generation.is_file():
-        eos = read_json_object(generation).get("eos_token_id") or eos
-    ids = eos if isinstance(eos, list) else [eos]
-    return HookedSpec(
-        architecture,
-        max_model_len or limit or _DEFAULT_MAX_LEN,
-        vocab_size,
-        tuple(int(i) for i in ids if i is not None),
-    )
+def _with_logits_of(lm: CausalLM, spec: HookedSpec) -> HookedSpec:
+    """With the tokens that the model can choose from: some give fewer logits than config.json has
+    token ids."""
+    forward = lm.start([0], None)
+    forward.run(lambda: False)
+    width = lm.logits_of(forward).shape[-1]
+    if width > spec.vocab_size:
+        raise ModelLoadError(
+            f"{spec.architecture}: {width} logits, but vocab_size={spec.vocab_size}"
+        )
+    return replace(spec, vocab_size=width)
 
 
 def _content(model: nn.Module) -> str:
@@ -208,23 +194,42 @@ def _content(model: nn.Module) -> str:
     return content.hexdigest()
 
 
-def _num_blocks(
+def _count_blocks(
     lm: CausalLM, spec: HookedSpec, block_size: int, kv_bytes: Callable[[int], tuple[int, str]]
-) -> int:
-    """Blocks that the memory holds if each is the first of a sequence: a recurrent state is as
-    large for one token as for many."""
+) -> CountedBlocks:
+    """Blocks that the memory holds if each is the first of a sequence, with its recurrent state."""
+    block_size = _block_size(lm, spec.max_position_embeddings, block_size)
     block_bytes = lm.token_bytes * block_size + lm.sequence_bytes
     need = -(-spec.max_position_embeddings // block_size) * block_bytes
-    memory, setting = kv_bytes(need)
-    smallest = min(need, 16 * block_bytes)
+    states = _NUM_STATES * block_bytes if lm.sequence_bytes else 0
+    memory, setting = kv_bytes(max(need, states))
+    smallest = min(need, -(-_MIN_KV_TOKENS // block_size) * block_bytes)
     if memory < smallest:
         raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
-    return memory // block_bytes
+    return CountedBlocks(memory // block_bytes, block_size)
 
 
-def tile_rows(device: Device) -> int:
-    """Tokens of one forward pass in granularity `tile`."""
-    return _CUDA_TILE_ROWS if device.torch_device.type == "cuda" else _CPU_TILE_ROWS
+def _block_size(lm: CausalLM, max_tokens: int, block_size: int) -> int:
+    """Tokens of a block, `block_size` or more.
+
+    A recurrent state is as large for one token as for many, but each block counts one. So a block
+    has as many tokens as are as large as the state, or all: a sequence counts at most twice.
+    """
+    if not lm.sequence_bytes:
+        return block_size
+    as_large = -(-lm.sequence_bytes // lm.token_bytes) if lm.token_bytes else max_tokens
+    return max(block_size, min(as_large, max_tokens))
+
+
+def tile_rows(device: Device, config: Any) -> int:
+    """Tokens of one forward pass in granularity `tile`.
+
+    config: the model's. Eager attention writes the scores of a pass's rows and all keys to memory
+    that nobody counts, so its passes are short on CUDA too.
+    """
+    is_eager = getattr(text_config(config), "_attn_implementation", None) == "eager"
+    is_long = device.torch_device.type == "cuda" and not is_eager
+    return _CUDA_TILE_ROWS if is_long else _TILE_ROWS
 
 
 def _kernels() -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "RopeScaling",
     "check_max_model_len",
     "find_architecture",
+    "generation_eos",
     "read_json_object",
     "read_model_spec",
     "resolve_model_path",
@@ -76,16 +77,20 @@ def find_architecture(path: Path, name: object) -> Architecture:
 
 def _read_hf_spec(directory: Path) -> ModelSpec:
     config = read_json_object(directory / "config.json")
-    generation_path = directory / "generation_config.json"
-    if generation_path.is_file():
-        # As in transformers: where it names the ids that end an answer, it overrides config.json.
-        generation = read_json_object(generation_path)
-        if generation.get("eos_token_id") is not None:
-            config["eos_token_id"] = generation["eos_token_id"]
+    eos = generation_eos(directory)
+    if eos is not None:
+        config["eos_token_id"] = eos
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     keys = ConfigKeys(config, str(directory / "config.json"))
     return find_architecture(directory, name).read_spec(keys)
+
+
+def generation_eos(directory: Path) -> Any:
+    """eos_token_id of generation_config.json, which overrides config.json as in transformers; None
+    = it says nothing. Raises ModelLoadError if it is not readable."""
+    path = directory / "generation_config.json"
+    return read_json_object(path).get("eos_token_id") if path.is_file() else None
 
 
 def check_max_model_len(max_model_len: int | None, limit: int | None) -> None:
