@@ -32,6 +32,15 @@ STRETCHED: dict[str, dict[str, Any]] = {
 }
 
 
+def said_by(model: nn.Module, tokens: list[int], count: int = 5) -> list[int]:
+    """Greedy tokens behind a prompt, without a cache."""
+    found = list(tokens)
+    with torch.inference_mode():
+        for _ in range(count):
+            found.append(int(model(input_ids=torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(tokens) :]
+
+
 def see_images(path: Path) -> nn.Module:
     """A tiny model of text and images, and its folder."""
     text = {**CONFIGS["Gemma3"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3,
@@ -52,19 +61,14 @@ def see_images(path: Path) -> nn.Module:
 
 def test_a_model_that_sees_images_too_is_served_by_what_it_says_of_text(tmp_path: Path) -> None:
     model, tokens = see_images(tmp_path), prompt(40)
-    found = list(tokens)
-    with torch.inference_mode():
-        for _ in range(5):
-            logits = model(input_ids=torch.tensor([found])).logits[0, -1]
-            found.append(int(logits.argmax()))
     with Answers(tmp_path) as answers:
         info = answers.engine.info
         assert info.architecture == "Gemma3ForConditionalGeneration"
         assert (info.max_model_len, info.vocab_size) == (MAX_TOKENS, VOCAB)
         assert info.eos_token_ids == [2, 3]
         answers.submit(1, tokens)
-        [said] = answers.wait(1).values()
-    assert said == found[len(tokens) :][: len(said)]
+        [found] = answers.wait(1).values()
+    assert found == said_by(model, tokens)[: len(found)]
     bench = HookBench(EngineConfig(str(tmp_path), num_threads=1, program="hooks"))
     assert bench.max_tokens == MAX_TOKENS
 
@@ -91,11 +95,14 @@ def test_a_limit_by_another_name_is_the_model_s(tmp_path: Path) -> None:
     config = transformers.MptConfig(
         d_model=32, n_heads=4, n_layers=2, max_seq_len=64, vocab_size=VOCAB, eos_token_id=2
     )
-    transformers.MptForCausalLM(config).save_pretrained(tmp_path)
+    model = transformers.MptForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = prompt(60)
     with Answers(tmp_path) as answers:
         assert answers.engine.info.max_model_len == 64
-        answers.submit(1, prompt(60), max_tokens=4)
-        answers.wait(1)
+        answers.submit(1, tokens, max_tokens=4)
+        [found] = answers.wait(1).values()
+    assert found == said_by(model, tokens)[: len(found)]
     with pytest.raises(ConfigError, match="max_model_len=65: the model's limit is 64"):
         Answers(tmp_path, max_model_len=65)
 
@@ -169,12 +176,8 @@ def test_a_recurrent_state_counts_once_in_a_sequence(name: str, tmp_path: Path) 
         for i in range(3):
             answers.submit(i, tokens)
         found = answers.wait(3)
-    expected = list(tokens)
-    with torch.inference_mode():
-        for _ in range(5):
-            logits = model(input_ids=torch.tensor([expected])).logits[0, -1]
-            expected.append(int(logits.argmax()))
-    assert all(one == expected[len(tokens) :][: len(one)] for one in found.values())
+    expected = said_by(model, tokens)
+    assert all(one == expected[: len(one)] for one in found.values())
 
 
 def test_eager_attention_sees_few_rows_at_once_on_cuda_too() -> None:
