@@ -28,6 +28,7 @@ from flowprefill.engine_child import EngineChild
 from flowprefill.errors import (
     EngineDeadError,
     FlowPrefillError,
+    InfeasibleError,
     InvalidRequestError,
     ModelLoadError,
     QueueTimeoutError,
@@ -53,6 +54,9 @@ CLOSED_MESSAGE = "the engine was closed"
 SUSPECT_MESSAGE = (
     "it died twice with this request and others in it, and takes these in one at a time"
 )
+_ENGINE_THREAD_REASONS = (None, InfeasibleError.reject_reason)
+"""Of outputs that show that the engine's thread goes on. Others come of other threads: what is
+refused at the door, and what has waited too long."""
 
 
 class EngineState(str, enum.Enum):
@@ -111,6 +115,7 @@ class EngineClient:
         self._restarts = RestartPlan(limits)
         self._load_watch = LoadWatch(limits)
         self._load_error: FlowPrefillError | None = None
+        self._last_words: str | None = None  # of an engine that dies: why
         self._respawn_s: float | None = None
         self._close_deadline_s: float | None = None
 
@@ -312,7 +317,6 @@ class EngineClient:
 
     def _handle(self, kind: Kind, body: Any) -> None:
         if kind is Kind.OUTPUT:
-            self._watch.on_output(time.monotonic())
             self._deliver(TokenOutput.from_wire(body))
         elif kind is Kind.PONG:
             self._watch.on_pong(body, time.monotonic())
@@ -368,20 +372,31 @@ class EngineClient:
             request = self._live.get(output.req_id)
             if request is None:
                 return
+            if _is_of_death(output):  # _on_death ends it, once it is seen who was there
+                self._last_words = str(output.error_message).partition("\n")[0]
+                return
+            if output.reject_reason in _ENGINE_THREAD_REASONS:
+                self._watch.on_output(now_s)
             if (prefill := output.prefill) is not None:
                 num_tokens = len(request.prompt_token_ids) - prefill.num_cached_tokens
                 self._held.note_prefill(num_tokens, prefill.device_s)
             if output.finish_reason:
                 del self._live[output.req_id]
-                self._suspects.clear(request, now_s)
+                if output.reject_reason:
+                    self._suspects.leave(request.req_id)
+                else:
+                    self._suspects.clear(request, now_s)
                 self._send_held(now_s)
         self._call_on_output(output)
 
     def _on_death(self, reason: str) -> None:
         """The child is gone and reaped: end what was in it, then restart or give up."""
         load_error, self._load_error = self._load_error, None
+        last_words, self._last_words = self._last_words, None
         if load_error:
             reason = f"engine cannot load: {load_error}"
+        elif last_words:
+            reason = f"{reason}: {last_words}"
         was_loaded = self._loaded.done()
         self._load_watch.end()
         with self._lock:
@@ -530,6 +545,12 @@ def _pack_request(request: Request) -> bytes:
         return pack(Kind.SUBMIT, request.to_wire())
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidRequestError(f"request cannot be sent to the engine: {error}") from error
+
+
+def _is_of_death(output: TokenOutput) -> bool:
+    """Whether the engine ends a request because it dies itself: EngineDeadError."""
+    is_unavailable = output.error_code == EngineDeadError.code
+    return is_unavailable and output.reject_reason == EngineDeadError.reject_reason
 
 
 def _failed(req_id: int, error: FlowPrefillError) -> TokenOutput:

@@ -7,7 +7,7 @@ others along every time, until the engine is not restarted any more. So it is lo
 - The next one dies. Exactly one request of it was in a death before: that one is to blame, and
   refused from now on. Several were: each of them may from now on be in the engine only while no
   other one of them is, so that a further death names one.
-- A request that ends in a living engine is cleared.
+- A request that ends in a living engine is cleared, unless that refused it: then it has not run.
 
 Pure: no process, no lock, no clock.
 """
@@ -57,10 +57,14 @@ class Suspects:
         if self._level(request, now_s) >= _MUST_BE_ALONE:
             self._alone = request.req_id
 
-    def clear(self, request: Request, now_s: float) -> None:
-        """It has ended, and the engine lives."""
-        if self._alone == request.req_id:
+    def leave(self, req_id: int) -> None:
+        """It is no longer in the engine, which may not have run it."""
+        if self._alone == req_id:
             self._alone = None
+
+    def clear(self, request: Request, now_s: float) -> None:
+        """It has run and ended, and the engine lives."""
+        self.leave(request.req_id)
         if self._known:
             self._known.pop(request.digest, None)
             self._forget(now_s)

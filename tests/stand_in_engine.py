@@ -18,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flowprefill.config import EngineConfig
-from flowprefill.errors import ConfigError, PromptTooLongError
+from flowprefill.errors import ConfigError, EngineDeadError, PromptTooLongError
 from flowprefill.request import FinishReason, Request, TokenOutput
 from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.timeline import DeviceRun
 
 SLEEP_FOR_EVER, HOLD_THE_GIL, CRASH, RAISE, TOO_LONG, PRINT, BUG_IN_SUBMIT = range(900_000, 900_007)
+RAISE_AND_HANG = 900_007
 STEP_S = 0.002
 
 
@@ -40,6 +41,8 @@ class StandInEngine:
         self._on_output = on_output
         self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
         self._live: dict[int, tuple[Request, itertools.count[int]]] = {}
+        self._unfinished: set[int] = set()
+        self._death: str | None = None
         self._drain_until_s = 0.0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -49,6 +52,9 @@ class StandInEngine:
             raise PromptTooLongError("101 tokens > max_model_len 100")
         if request.prompt_token_ids[0] == BUG_IN_SUBMIT:
             raise KeyError("bug")
+        if self._death:
+            raise EngineDeadError(self._death)
+        self._unfinished.add(request.req_id)
         self._inbox.put(request)
 
     def cancel(self, req_id: int) -> None:
@@ -66,6 +72,17 @@ class StandInEngine:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # as the real engine does
+            self._death = f"the stand-in failed: {error}"
+            for req_id in sorted(self._unfinished):
+                self._fail(req_id, EngineDeadError(self._death))
+            if isinstance(error, HangingError):
+                time.sleep(1000)
+            raise
+
+    def _loop(self) -> None:
         is_open = True
         while is_open or (self._live and time.monotonic() < self._drain_until_s):
             while (is_open and not self._live) or not self._inbox.empty():
@@ -88,6 +105,7 @@ class StandInEngine:
         is_last = position == request.sampling.max_tokens
         if is_last:
             del self._live[request.req_id]
+            self._unfinished.discard(request.req_id)
         self._on_output(
             TokenOutput(
                 request.req_id,
@@ -99,7 +117,22 @@ class StandInEngine:
 
     def _end(self, req_id: int, reason: FinishReason) -> None:
         if self._live.pop(req_id, None):
+            self._unfinished.discard(req_id)
             self._on_output(TokenOutput(req_id, finish_reason=reason))
+
+    def _fail(self, req_id: int, error: EngineDeadError) -> None:
+        output = TokenOutput(
+            req_id,
+            finish_reason=FinishReason.ERROR,
+            error_code=error.code,
+            error_message=str(error),
+            reject_reason=error.reject_reason,
+        )
+        self._on_output(output)
+
+
+class HangingError(RuntimeError):
+    """The process does not end when its engine has."""
 
 
 def load(model: str, on_progress: Callable[[str, float], None]) -> None:
@@ -132,5 +165,7 @@ def misbehave(kind: int) -> None:
         ctypes.string_at(0)
     if kind == RAISE:
         raise RuntimeError("engine thread fell over")
+    if kind == RAISE_AND_HANG:
+        raise HangingError("engine thread fell over")
     if kind == PRINT:
         print("hello from the engine", flush=True)

@@ -5,6 +5,7 @@ The stand-in engine serves what a real one does not do by itself; the real one i
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -359,6 +360,7 @@ def test_an_engine_whose_thread_ended_does_not_stay_up(harness: Callable[..., Ha
     h.submit(1, stand_in_engine.RAISE)
     assert "exited with code 1" in str(h.end(1).error_message)
     assert any("engine thread fell over" in line for line in h.log)
+    assert any(line.endswith("fell over; 1 requests lost") for line in h.log)
 
 
 @pytest.fixture
@@ -570,6 +572,27 @@ def test_a_busy_engine_is_not_taken_for_wedged(harness: Callable[..., Harness]) 
     h.submit(1, max_tokens=500)  # > 1 s, twice the limit
     assert h.end(1).finish_reason is FinishReason.LENGTH
     assert h.client.pid == pid
+
+
+def test_a_process_that_outlives_its_engine_is_ended(harness: Callable[..., Harness]) -> None:
+    """Whatever is asked of it meanwhile: each request is answered that the engine is dead."""
+    h = harness(supervision=QUICK_WEDGE).start()
+    hanging = h.client.pid
+    h.submit(1, stand_in_engine.RAISE_AND_HANG)
+    more = itertools.count(2)
+    h.wait(lambda: h.ends(1) or h.submit(next(more)))
+    assert f"engine process {hanging} made no progress for" in str(h.end(1).error_message)
+    assert "the stand-in failed: engine thread fell over" in str(h.end(1).error_message)
+    h.submit(1000)
+    assert h.end(1000).finish_reason is FinishReason.LENGTH
+
+
+def test_refusals_do_not_pass_for_progress(harness: Callable[..., Harness]) -> None:
+    h = harness(supervision=QUICK_WEDGE).start()
+    h.submit(1, stand_in_engine.SLEEP_FOR_EVER)
+    more = itertools.count(2)
+    h.wait(lambda: h.ends(1) or h.submit(next(more), stand_in_engine.TOO_LONG))
+    assert "made no progress for" in str(h.end(1).error_message)
 
 
 def test_an_idle_engine_is_left_asleep(harness: Callable[..., Harness]) -> None:

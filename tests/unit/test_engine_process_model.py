@@ -8,22 +8,29 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.engine import Engine
+from flowprefill.engine_model import EngineModel, load_for_engine
 from flowprefill.engine_process import EngineClient
-from flowprefill.errors import FlowPrefillError
+from flowprefill.errors import EngineKillerError, FlowPrefillError
+from flowprefill.granularity import Granularity
+from flowprefill.programs.program import ProgramState, SequenceInput
+from flowprefill.programs.weights import OnProgress
 from flowprefill.request import FinishReason, Request, TokenOutput
+from flowprefill.supervision import Supervision
 from tests.factories import make_request, write_tiny_model
 
 WAIT_S = 60.0
 MAX_LEN = 192
 MAX_WAITING = 16
+POISON = 7
 
 
 class Submits(Protocol):
@@ -219,3 +226,54 @@ def test_after_sigkill_streams_end_and_the_restarted_engine_answers_the_same(
     end = outputs.end(50, timeout_s=2.0)
     assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "UNAVAILABLE")
     assert answers(client, outputs) == before
+
+
+def fragile_engine(
+    config: EngineConfig, on_output: Callable[[TokenOutput], None], on_progress: OnProgress
+) -> Engine:
+    """The real one, in the engine process, with a program that fails on one token."""
+
+    def load(config: EngineConfig, clock: Clock, on_progress: OnProgress) -> EngineModel:
+        loaded = load_for_engine(config, clock, on_progress)
+        prefill = loaded.model.program.prefill
+
+        def fail(inputs: Sequence[SequenceInput], granularity: Granularity) -> ProgramState:
+            if any(POISON in one.token_ids for one in inputs):
+                raise RuntimeError("no such expert")
+            return prefill(inputs, granularity)
+
+        loaded.model.program.prefill = fail  # type: ignore[method-assign, assignment]
+        return loaded
+
+    return Engine(config, on_output, on_progress, load)
+
+
+def test_a_prompt_on_which_two_engines_failed_is_refused(config: EngineConfig) -> None:
+    outputs = Outputs()
+    client = EngineClient(
+        config,
+        outputs,
+        lambda line: None,
+        engine_factory=f"{__name__}:{fragile_engine.__name__}",
+        supervision=Supervision(backoff_s=0.01),
+    )
+    client.start()
+
+    def submit(req_id: int, token_id: int) -> None:
+        request = make_request(20, req_id=req_id, max_tokens=3, arrival_s=time.monotonic())
+        request.prompt_token_ids[:] = [token_id] * 20
+        client.submit(request)
+
+    try:
+        for req_id in (1, 2):
+            submit(req_id, POISON)
+            end = outputs.end(req_id)
+            assert (end.error_code, end.reject_reason) == ("UNAVAILABLE", None)
+            assert "code 1: the engine failed: RuntimeError: no such" in (end.error_message or "")
+        with pytest.raises(EngineKillerError, match="died twice"):
+            submit(3, POISON)
+        submit(4, POISON + 1)
+        assert outputs.end(4).error_code is None
+        assert client.num_restarts == 2
+    finally:
+        client.close()

@@ -65,6 +65,16 @@ def test_a_request_that_ended_meanwhile_is_cleared() -> None:
     assert not is_refused(suspects, request(1))
 
 
+def test_a_request_that_was_not_run_is_not_cleared() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.on_death([request(1), request(2)], 0.0)
+    suspects.enter(request(1), 0.0)
+    suspects.leave(request(1).req_id)
+    assert suspects.may_enter(request(2), 0.0)
+    assert suspects.on_death([request(1)], 0.0) == request(1)
+
+
 def test_a_refusal_is_forgotten() -> None:
     suspects = Suspects()
     for _ in range(2):
@@ -127,6 +137,44 @@ def test_a_request_that_kills_the_engine_twice_is_refused_and_others_are_served(
     running.submit(4)
     assert running.end(4).finish_reason is FinishReason.LENGTH
     assert running.client.num_restarts == 2
+
+
+def test_a_request_that_makes_the_engine_fail_is_refused_as_one_that_kills_it(
+    running: Harness,
+) -> None:
+    """Such an engine ends all its requests before its process ends."""
+    for req_id in (1, 2):
+        running.submit(10 * req_id, first_token=10 * req_id, max_tokens=ENDLESS)
+        running.wait(lambda req_id=req_id: running.outputs[10 * req_id])
+        running.submit(req_id, stand_in_engine.RAISE)
+        for each in (req_id, 10 * req_id):
+            end = running.end(each)
+            assert (end.error_code, end.reject_reason) == ("UNAVAILABLE", None)
+            message = "exited with code 1: the stand-in failed: engine thread fell over"
+            assert message in str(end.error_message)
+            assert len(running.ends(each)) == 1
+        running.wait_state(EngineState.READY)
+    assert sum(line.endswith("fell over; 2 requests lost") for line in running.log) == 2
+    with pytest.raises(EngineKillerError, match="died twice"):
+        running.submit(3, stand_in_engine.RAISE)
+    running.submit(4)
+    assert running.end(4).finish_reason is FinishReason.LENGTH
+
+
+def test_a_suspect_that_the_engine_refuses_stays_one(running: Harness) -> None:
+    for req_id in (1, 2):
+        running.submit(req_id, max_tokens=ENDLESS)
+        running.wait(lambda req_id=req_id: running.outputs[req_id])
+        running.kill()
+        running.end(req_id)
+        running.wait_state(EngineState.READY)
+        if req_id == 1:
+            copy = counting_request(10, max_tokens=ENDLESS)
+            object.__setattr__(copy.slo, "ttft_s", -1.0)  # past the checks of this side
+            running.client.submit(copy)
+            assert running.end(10).reject_reason == "invalid"
+    with pytest.raises(EngineKillerError, match="died twice"):
+        running.submit(3, max_tokens=ENDLESS)
 
 
 def test_requests_that_were_there_twice_run_one_at_a_time_and_all_finish(
