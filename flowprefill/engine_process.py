@@ -337,6 +337,7 @@ class EngineClient:
     def _on_ready(self, info: EngineInfo) -> None:
         now_s = time.monotonic()
         self._load_watch.end()
+        self._restarts.note_ready(now_s)
         with self._lock:
             # in one go, so that a cancel finds each request either held or live
             ended = self._take_ended(now_s)

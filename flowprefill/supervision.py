@@ -28,22 +28,35 @@ class Supervision:
     """Before the first restart; doubled with each further death in the window."""
     max_backoff_s: float = 30.0
     max_deaths: int = 5
-    """So many deaths within `death_window_s` end the restarts."""
+    """So many deaths within `death_window_s` of ready engines end the restarts."""
     death_window_s: float = 300.0
 
 
 class RestartPlan:
-    """Back-off between restarts, and the end of them."""
+    """Back-off between restarts, and the end of them.
+
+    Deaths age only while an engine is ready: else those of engines that take long to load, or to
+    fail at it, would never be many at a time.
+    """
 
     def __init__(self, limits: Supervision) -> None:
         self._limits = limits
-        self._death_times_s: deque[float] = deque()
+        self._ready_s = 0.0  # of all engines that died
+        self._ready_since_s: float | None = None
+        self._deaths_s: deque[float] = deque()  # _ready_s at each
+
+    def note_ready(self, now_s: float) -> None:
+        """An engine has loaded."""
+        self._ready_since_s = now_s
 
     def backoff_after_death_s(self, now_s: float) -> float | None:
         """Seconds to wait before the restart; None = the engine dies too often."""
-        deaths = self._death_times_s
-        deaths.append(now_s)
-        while now_s - deaths[0] > self._limits.death_window_s:
+        if self._ready_since_s is not None:
+            self._ready_s += now_s - self._ready_since_s
+            self._ready_since_s = None
+        deaths = self._deaths_s
+        deaths.append(self._ready_s)
+        while self._ready_s - deaths[0] > self._limits.death_window_s:
             deaths.popleft()
         if len(deaths) >= self._limits.max_deaths:
             return None

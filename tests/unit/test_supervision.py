@@ -64,9 +64,30 @@ def test_backoff_doubles_and_the_fifth_death_in_five_minutes_is_the_last() -> No
     assert backoffs == [1.0, 2.0, 4.0, 8.0, None]
 
 
+def deaths_of_ready_engines(load_s: float, ready_s: float) -> list[float | None]:
+    """Back-off after each of twenty deaths of engines that loaded and were ready for so long."""
+    plan, now_s, backoffs = RestartPlan(LIMITS), 0.0, []
+    for _ in range(20):
+        plan.note_ready(now_s + load_s)
+        now_s += load_s + ready_s
+        backoffs.append(plan.backoff_after_death_s(now_s))
+    return backoffs
+
+
 def test_deaths_out_of_the_window_are_forgotten() -> None:
+    assert deaths_of_ready_engines(load_s=1.0, ready_s=301.0) == [1.0] * 20
+    assert deaths_of_ready_engines(load_s=0.0, ready_s=200.0) == [1.0] + [2.0] * 19
+
+
+def test_deaths_in_a_row_without_an_engine_that_loaded_count_whatever_their_age() -> None:
     plan = RestartPlan(LIMITS)
-    assert [plan.backoff_after_death_s(301.0 * death) for death in range(20)] == [1.0] * 20
+    plan.note_ready(0.0)
+    backoffs = [plan.backoff_after_death_s(1000.0 + 200.0 * death) for death in range(5)]
+    assert backoffs == [1.0, 2.0, 4.0, 8.0, None]
+
+
+def test_an_engine_that_loads_for_long_and_dies_at_once_is_given_up_too() -> None:
+    assert deaths_of_ready_engines(load_s=200.0, ready_s=1.0)[:5] == [1.0, 2.0, 4.0, 8.0, None]
 
 
 def test_backoff_is_at_most_thirty_seconds() -> None:
