@@ -201,6 +201,11 @@ class Engine:
         """Slices since the start: a sign of life, also within a call that runs many."""
         return self._runner.executor.num_slices + self._interrupt.num_more_slices
 
+    @property
+    def slice_s(self) -> float:
+        """Seconds that the slice which runs is predicted to take at most; 0 = none runs."""
+        return self._predictor.speed_factor * self._runner.executor.longest_slice_s
+
     def submit(self, request: Request) -> None:
         """Hand over a request; waits for nothing that runs.
 

@@ -319,7 +319,8 @@ class EngineClient:
         if kind is Kind.OUTPUT:
             self._deliver(TokenOutput.from_wire(body))
         elif kind is Kind.PONG:
-            self._watch.on_pong(body, time.monotonic())
+            num_slices, slice_s = body
+            self._watch.on_pong(num_slices, slice_s, time.monotonic())
         elif kind in (Kind.STATS, Kind.TIMELINE):
             serial, said = body
             with self._lock:

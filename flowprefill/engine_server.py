@@ -36,6 +36,7 @@ class EngineLike(Protocol):
 
     info: EngineInfo
     num_slices: int
+    slice_s: float
 
     def submit(self, request: Request) -> None: ...
     def cancel(self, req_id: int) -> None: ...
@@ -129,7 +130,7 @@ class EngineServer:
             runs, is_full = engine.take_timeline(goes_on)
             self._channel.send(pack(kind, [serial, [[run.to_wire() for run in runs], is_full]]))
         elif kind is Kind.PING:
-            self._channel.send(pack(Kind.PONG, engine.num_slices))
+            self._channel.send(pack(Kind.PONG, [engine.num_slices, engine.slice_s]))
         elif kind is Kind.CLOSE:
             self._drain_s = body
             self._closing.set()

@@ -19,8 +19,10 @@ class Supervision:
     ping_s: float = 2.0
     """Between two questions for progress; asked only while requests are live."""
     min_wedge_s: float = 10.0
-    """Without progress for so long, and for `wedge_slices` longest slices: wedged."""
+    """Without progress for so long, and for `wedge_slices` times the predicted slice: wedged."""
     wedge_slices: float = 20.0
+    max_wedge_s: float = 1800.0
+    """Without progress for so long: wedged, whatever was predicted."""
     min_reload_s: float = 60.0
     """An engine that restarts may load for so long, and for `reload_factor` first loads."""
     reload_factor: float = 5.0
@@ -94,8 +96,9 @@ class ProgressWatch:
     """Tells a wedged engine from a busy one. Used only while requests are live in the engine."""
 
     def __init__(self, limits: Supervision, max_slice_s: float) -> None:
-        self._ping_s = limits.ping_s
-        self._wedge_s = max(limits.min_wedge_s, limits.wedge_slices * max_slice_s)
+        self._limits = limits
+        self._max_slice_s = max_slice_s
+        self._wedge_s = self._limit_s(0.0)
         self._progress_s = 0.0
         self._num_slices = -1
         self.next_ping_s = 0.0
@@ -103,23 +106,36 @@ class ProgressWatch:
     def begin(self, now_s: float) -> None:
         """The first request went in after a time without any."""
         self._progress_s = now_s
-        self.next_ping_s = now_s + self._ping_s
+        self._wedge_s = self._limit_s(0.0)
+        self.next_ping_s = now_s + self._limits.ping_s
 
     def on_output(self, now_s: float) -> None:
+        """The thread that runs slices said something."""
         self._progress_s = now_s
 
-    def on_pong(self, num_slices: int, now_s: float) -> None:
+    def on_pong(self, num_slices: int, slice_s: float, now_s: float) -> None:
+        """num_slices: run so far; slice_s: predicted for the one that runs, 0 = none"""
+        self._wedge_s = self._limit_s(slice_s)
         if num_slices != self._num_slices:
             self._num_slices = num_slices
             self._progress_s = now_s
 
     def on_ping_time(self, now_s: float) -> float | None:
         """Plan the next ping. Returns the seconds without progress if the engine is wedged."""
-        if now_s > self.next_ping_s + self._ping_s:
+        ping_s = self._limits.ping_s
+        if now_s > self.next_ping_s + ping_s:
             # we are late ourselves (stopped, or a slow callback): that says nothing of the engine
             self._progress_s = now_s
         stalled_s = now_s - self._progress_s
         if stalled_s > self._wedge_s:
             return stalled_s
-        self.next_ping_s = now_s + self._ping_s
+        self.next_ping_s = now_s + ping_s
         return None
+
+    def _limit_s(self, slice_s: float) -> float:
+        """How long the engine may be without progress. A prediction that is no number, or beyond
+        all measure, does not switch the watch off."""
+        limits = self._limits
+        slices_s = limits.wedge_slices * max(self._max_slice_s, slice_s)
+        # max keeps its first argument beside NaN
+        return min(max(limits.min_wedge_s, slices_s), limits.max_wedge_s)

@@ -35,7 +35,7 @@ class Kind(str, enum.Enum):
     READY = "ready"  # EngineInfo.to_wire()
     LOAD_FAILED = "load_failed"  # pack_error()
     OUTPUT = "output"  # TokenOutput.to_wire()
-    PONG = "pong"  # Engine.num_slices
+    PONG = "pong"  # [Engine.num_slices, Engine.slice_s]
     # both ways
     STATS = "stats"  # [serial number, None] / [serial number, EngineStats.to_wire()]
     TIMELINE = "timeline"  # [number, goes_on] / [number, [[DeviceRun.to_wire(), ...], is_full]]

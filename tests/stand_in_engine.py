@@ -24,8 +24,9 @@ from flowprefill.stats import EngineInfo, EngineStats
 from flowprefill.timeline import DeviceRun
 
 SLEEP_FOR_EVER, HOLD_THE_GIL, CRASH, RAISE, TOO_LONG, PRINT, BUG_IN_SUBMIT = range(900_000, 900_007)
-RAISE_AND_HANG = 900_007
+RAISE_AND_HANG, LONG_SLICE = range(900_007, 900_009)
 STEP_S = 0.002
+LONG_SLICE_S = 1.5
 
 
 class StandInEngine:
@@ -38,6 +39,7 @@ class StandInEngine:
         load(config.model, on_progress)
         self.info = EngineInfo("stand-in", "cpu", "float32", 100, 1000, [0], 10, 16, "torch", True)
         self.num_slices = 0
+        self.slice_s = 0.0
         self._on_output = on_output
         self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
         self._live: dict[int, tuple[Request, itertools.count[int]]] = {}
@@ -92,7 +94,9 @@ class StandInEngine:
                 elif isinstance(message, int):
                     self._end(message, FinishReason.CANCELLED)
                 else:
-                    misbehave(message.prompt_token_ids[0])
+                    kind = message.prompt_token_ids[0]
+                    self.slice_s = LONG_SLICE_S if kind == LONG_SLICE else 0.0
+                    misbehave(kind)
                     self._live[message.req_id] = (message, itertools.count(1))
             for request, counter in list(self._live.values()):
                 self._step(request, next(counter))
@@ -167,5 +171,7 @@ def misbehave(kind: int) -> None:
         raise RuntimeError("engine thread fell over")
     if kind == RAISE_AND_HANG:
         raise HangingError("engine thread fell over")
+    if kind == LONG_SLICE:
+        time.sleep(LONG_SLICE_S)
     if kind == PRINT:
         print("hello from the engine", flush=True)

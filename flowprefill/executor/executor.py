@@ -35,6 +35,9 @@ class Executor:
         self.num_slices = 0
         """Slices run since the start, those of one call counted once (Interrupt counts the others);
         readable from any thread."""
+        self.longest_slice_s = 0.0
+        """Profiled seconds of the longest slice since a pass was last done, so that those still in
+        flight are among them; 0 = none. Readable from any thread."""
 
     def run(
         self, state: ProgramState, interrupt: Interrupt, until_s: float = math.inf
@@ -47,6 +50,7 @@ class Executor:
         started_s = self._clock.now_s()
         while not state.is_done:
             profiled_s = self._cost(state.next_slice)
+            self.longest_slice_s = max(self.longest_slice_s, profiled_s)
             may_leave = self._device.run(state.run_slice, profiled_s, interrupt)
             self.num_slices += 1
             if earlier:
@@ -59,6 +63,7 @@ class Executor:
                 break
         if state.is_done:
             self._device.wait()
+            self.longest_slice_s = 0.0
         busy_s = self._clock.now_s() - started_s
         profiled_s = before_s - state.remaining_s(self._cost)
         return RunReport(state.is_done, started_s, busy_s, profiled_s)

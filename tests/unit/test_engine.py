@@ -124,6 +124,17 @@ def test_first_token_leaves_before_any_further_slice(harness: Harness) -> None:
     assert [harness.slices_at[i] for i in firsts] == [n * PREFILL_SLICES for n in (1, 2, 3)]
 
 
+def test_what_the_running_slice_is_predicted_to_take_can_be_read(harness: Harness) -> None:
+    read: list[float] = []
+    for slice_index in range(PREFILL_SLICES):
+        harness.at_slice(slice_index, lambda: read.append(harness.engine.slice_s))
+    harness.submit(urgent(1, max_tokens=1))
+    harness.end(1)
+    assert len(read) == PREFILL_SLICES and read == sorted(read)
+    assert read[0] > 0
+    assert harness.engine.slice_s == 0
+
+
 def test_sequences_decode_together(harness: Harness) -> None:
     harness.at_slice(0, lambda: harness.submit(urgent(2), urgent(3)))
     harness.submit(urgent(1))

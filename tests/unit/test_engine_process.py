@@ -574,6 +574,14 @@ def test_a_busy_engine_is_not_taken_for_wedged(harness: Callable[..., Harness]) 
     assert h.client.pid == pid
 
 
+def test_a_slice_that_is_predicted_to_be_long_is_no_wedge(harness: Callable[..., Harness]) -> None:
+    h = harness(supervision=QUICK_WEDGE).start()
+    pid = h.client.pid
+    h.submit(1, stand_in_engine.LONG_SLICE)  # three times the limit
+    assert h.end(1).finish_reason is FinishReason.LENGTH
+    assert h.client.pid == pid
+
+
 def test_a_process_that_outlives_its_engine_is_ended(harness: Callable[..., Harness]) -> None:
     """Whatever is asked of it meanwhile: each request is answered that the engine is dead."""
     h = harness(supervision=QUICK_WEDGE).start()

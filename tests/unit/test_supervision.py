@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from flowprefill.supervision import LoadWatch, ProgressWatch, RestartPlan, Supervision
 
 LIMITS = Supervision()
 
 
-def run_pings(watch: ProgressWatch, until_s: float, num_slices: int | None = None) -> float | None:
-    """Ping on time until `until_s`; each pong says `num_slices`. Returns what ended it."""
+def run_pings(
+    watch: ProgressWatch, until_s: float, num_slices: int | None = None, slice_s: float = 0.0
+) -> float | None:
+    """Ping on time until `until_s`; each pong says num_slices, slice_s. Returns what ended it."""
     while watch.next_ping_s < until_s:
         now_s = watch.next_ping_s
         stalled_s = watch.on_ping_time(now_s)
         if stalled_s is not None:
             return stalled_s
         if num_slices is not None:
-            watch.on_pong(num_slices, now_s)
+            watch.on_pong(num_slices, slice_s, now_s)
     return None
 
 
@@ -36,7 +42,7 @@ def test_new_slices_and_outputs_are_progress() -> None:
     watch = ProgressWatch(LIMITS, max_slice_s=0.004)
     watch.begin(100.0)
     for step in range(1, 20):
-        watch.on_pong(step, watch.next_ping_s)
+        watch.on_pong(step, 0.0, watch.next_ping_s)
         assert run_pings(watch, until_s=100.0 + 4 * step) is None
     for step in range(20, 40):
         watch.on_output(watch.next_ping_s)
@@ -48,6 +54,36 @@ def test_long_slices_get_twenty_times_their_length() -> None:
     watch.begin(0.0)
     assert run_pings(watch, until_s=61.0) is None
     assert run_pings(watch, until_s=63.0) == 62.0
+
+
+def test_a_slice_that_is_predicted_to_be_long_gets_twenty_times_its_prediction() -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(0.0)
+    watch.on_pong(1, 3.0, 0.0)
+    assert run_pings(watch, until_s=61.0, num_slices=1, slice_s=3.0) is None
+    assert run_pings(watch, until_s=63.0, num_slices=1, slice_s=3.0) == 62.0
+
+
+def test_a_long_slice_does_not_lengthen_the_watch_over_the_next_one() -> None:
+    for forget in (lambda watch: watch.on_pong(2, 0.001, 4.0), lambda watch: watch.begin(4.0)):
+        watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+        watch.begin(0.0)
+        watch.on_pong(1, 3.0, 2.0)
+        forget(watch)
+        watch.next_ping_s = 6.0
+        assert run_pings(watch, until_s=17.0) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("slice_s", "wedge_s"),
+    [(math.nan, 10.0), (-1.0, 10.0), (-math.inf, 10.0), (1e6, 1800.0), (math.inf, 1800.0)],
+)
+def test_no_prediction_switches_the_watch_off(slice_s: float, wedge_s: float) -> None:
+    watch = ProgressWatch(LIMITS, max_slice_s=0.004)
+    watch.begin(0.0)
+    watch.on_pong(1, slice_s, 0.0)
+    stalled_s = run_pings(watch, until_s=2000.0, num_slices=1, slice_s=slice_s)
+    assert stalled_s == wedge_s + LIMITS.ping_s
 
 
 def test_a_watch_that_was_late_itself_does_not_blame_the_engine() -> None:

@@ -215,6 +215,24 @@ def test_slices_of_one_call_are_all_predicted_and_count_once(setup: Setup) -> No
     assert report.profiled_s == 4 * PREDICTED_S + 0 + 1 + 2 + 3
 
 
+def test_the_longest_slice_can_be_read_until_a_pass_is_done(setup: Setup) -> None:
+    longest: list[float] = []
+
+    class Read(ScriptedPass):
+        def run_slice(self, interrupt: Interrupt | None = None) -> bool:
+            longest.append(setup.executor.longest_slice_s)
+            return super().run_slice(interrupt)
+
+    patient, urgent = Read(setup.clock, [True] * 3), Read(setup.clock, [True] * 2)
+    assert not setup.executor.run(patient, Wish(False, True)).is_done
+    assert not setup.executor.run(urgent, always()).is_done
+    assert setup.executor.run(urgent, never()).is_done
+    assert setup.executor.longest_slice_s == 0.0
+    assert setup.executor.run(patient, never()).is_done
+    # the patient's second one may still run when the urgent ones are launched
+    assert longest == [0.5, 1.5, 1.5, 1.5, 2.5]
+
+
 RECORDED = recorded_slices()
 MAX_SLICE_S = 0.004
 
