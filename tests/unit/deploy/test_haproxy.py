@@ -24,7 +24,8 @@ PORTS = {"HTTP": "/v2/health/ready", "OPENAI": "/health"}
 
 
 class Health(ThreadingHTTPServer):
-    """Answers 200 or 503 to the one path that it knows, whatever `is_ready` says then."""
+    """Answers 200 or 503 to the one path that it knows, whatever `is_ready` says then; takes any
+    POST."""
 
     is_ready = True
 
@@ -37,16 +38,25 @@ class Health(ThreadingHTTPServer):
                 self.send_response(known.get(self.path, 404))
                 self.end_headers()
 
+            def do_POST(self) -> None:
+                self.server.posted.append(self.path)
+                self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
             def log_message(self, *arguments: object) -> None:
                 pass
 
+        self.posted: list[str] = []
         super().__init__(("127.0.0.1", port), Handler)
 
 
 class Proxy:
     """HAProxy, and one machine that all three of its servers are."""
 
-    def __init__(self, admin_port: int, health: dict[str, Health]) -> None:
+    def __init__(self, http_port: int, admin_port: int, health: dict[str, Health]) -> None:
+        self.http_port = http_port
         self._admin_port = admin_port
         self.health = health
 
@@ -90,7 +100,7 @@ def proxy(tmp_path: Path) -> Iterator[Proxy]:
         process = subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=log)
         ends.callback(process.wait, 10)
         ends.callback(process.kill)
-        running = Proxy(ports["ADMIN_BIND"], health)
+        running = Proxy(ports["HTTP_BIND"], ports["ADMIN_BIND"], health)
         wait_for(lambda: is_listening(ports["ADMIN_BIND"]), what="HAProxy's admin socket")
         running.wait_states(grpc="UP", http="UP", openai="UP")
         yield running
@@ -116,3 +126,30 @@ def test_a_server_is_taken_out_and_put_back_by_the_documented_commands(proxy: Pr
         for backend in ("grpc_servers", "openai_servers"):
             assert proxy.admin(f"set server {backend}/server-1 state {state}").strip() == ""
         proxy.wait_states(grpc=seen, http=seen, openai=seen)
+
+
+def post(proxy: Proxy, path: str, head: str, body: bytes = b"") -> int:
+    """The status of a request through HAProxy, which may be answered before it is sent in full."""
+    lines = f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}\r\n"
+    with socket.create_connection(("127.0.0.1", proxy.http_port), timeout=10) as connection:
+        connection.sendall(lines.encode() + body)
+        with connection.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        ("content-length: 150000000\r\n", b"{", 413),
+        ("content-length: 100000001\r\n", b"{", 413),
+        ("transfer-encoding: chunked\r\n", b"2\r\n{}\r\n0\r\n\r\n", 411),
+    ],
+)
+def test_a_body_that_would_end_a_server_reaches_none(
+    proxy: Proxy, head: str, body: bytes, status: int
+) -> None:
+    assert post(proxy, "/v2/models/m/generate", head, body) == status
+    assert proxy.health["HTTP"].posted == []
+    assert post(proxy, "/small", "content-length: 2\r\n", b"{}") == 200
+    assert post(proxy, "/v2/repository/models/m/unload", "") == 200
+    assert proxy.health["HTTP"].posted == ["/small", "/v2/repository/models/m/unload"]
