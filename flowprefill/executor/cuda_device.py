@@ -73,11 +73,12 @@ class CudaDevice:
         )
 
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
-        self._window.make_room()
         may_leave = run_slice(None)  # one by one, as the window counts them
         event = torch.cuda.Event()
         event.record(self._stream)
         self._window.launched(event, profiled_s)
+        # Behind the launch, so that whoever arrives while this waits is seen before the next one.
+        self._window.make_room()
         return may_leave
 
     def in_flight(self) -> DeviceEvent | None:

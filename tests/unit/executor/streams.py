@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from flowprefill.clock import VirtualClock
@@ -60,6 +61,35 @@ class FakeEvent:
         self._clock.advance_to(max(self._clock.now_s(), self._end_s))
 
 
+class PretendedCard:
+    """torch.cuda as CudaDevice uses it: what is launched runs on a FakeStream instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, durations: Iterable[float]) -> None:
+        """durations: of the slices in the order of their launches"""
+        self.stream = FakeStream()
+        remaining = iter(durations)
+
+        class Event:
+            def record(self, stream: FakeStream) -> None:
+                self._end = stream.launch(next(remaining))
+
+            def query(self) -> bool:
+                return self._end.query()
+
+            def synchronize(self) -> None:
+                self._end.synchronize()
+
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        cuda = {
+            "is_available": lambda: True,
+            "Stream": lambda device: self.stream,
+            "set_stream": lambda stream: None,
+            "Event": Event,
+        }
+        for name, stand_in in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+
 class AsyncDevice:
     """Launches slices on a FakeStream as CudaDevice does on its stream. Implements Device."""
 
@@ -85,11 +115,11 @@ class AsyncDevice:
         pass
 
     def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
-        self._window.make_room()
         may_leave = run_slice(None)
         clock = self._stream.clock
         clock.advance_to(clock.now_s() + self._launch_s)
         self._window.launched(self._stream.launch(next(self._durations)), profiled_s)
+        self._window.make_room()
         return may_leave
 
     def in_flight(self) -> DeviceEvent | None:

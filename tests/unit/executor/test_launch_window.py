@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowprefill.executor.cuda_device import CudaDevice
+from flowprefill.executor.executor import Executor
 from flowprefill.executor.launch_window import LaunchWindow
-from tests.unit.executor.streams import FakeStream, recorded_slices
+from flowprefill.interrupt import Interrupt
+from tests.unit.executor.streams import FakeStream, PretendedCard, recorded_slices
+from tests.unit.executor.test_executor import LaunchedPass
 
 MAX_SLICE_S = 0.004
 SHORTEST_S = 2**-14  # binary fractions add up exactly
@@ -182,3 +187,22 @@ class TestRecordedSlices:
             pass
         expected_s = sum(cost_s - actual_s for actual_s in actual[:-1])
         assert stream.idle_s == pytest.approx(expected_s)
+
+
+class TestNewcomers:
+    @pytest.mark.parametrize("arrived_s", [n * MAX_SLICE_S / 16 for n in range(64)])
+    def test_whenever_one_arrives_it_waits_one_and_a_half_max_slice_at_most(
+        self, arrived_s: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also while the host waits for room in the window."""
+        slice_s = MAX_SLICE_S / 2
+        card = PretendedCard(monkeypatch, durations=itertools.repeat(slice_s))
+        clock = card.stream.clock
+        executor = Executor(CudaDevice(MAX_SLICE_S), clock, lambda piece: slice_s)
+        patient, newcomer = LaunchedPass(20), LaunchedPass(5)
+        assert not executor.run(patient, Interrupt(clock), until_s=arrived_s).is_done
+        started_s = executor.run(newcomer, Interrupt(clock)).started_s
+        assert started_s == card.stream.starts_s[patient.position]
+        assert started_s - arrived_s <= 1.5 * MAX_SLICE_S + ROUNDING
+        assert executor.run(patient, Interrupt(clock)).is_done
+        assert card.stream.idle_s == 0
