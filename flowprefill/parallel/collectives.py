@@ -6,21 +6,27 @@ interface. A process takes part in one group at a time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed does not export them
+from torch.distributed import distributed_c10d
 
 from flowprefill.errors import ConfigError
 from flowprefill.parallel.errors import RankError
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """Ranks that are further apart are lost; who hangs is found sooner, by the engine's supervisor."""
+ABORT_S = 2.0
+"""What NCCL has to let go of sums that are not finished."""
 _HOST = "127.0.0.1"
 
 
@@ -100,12 +106,29 @@ class Collectives:
         return total.to(partial.dtype)
 
     def abort(self) -> None:
-        """A rank is gone: let sums end that wait for it. From any thread."""
+        """A rank is gone: let sums end that wait for it. From any thread; bounded."""
         group = dist.group.WORLD
         if self._is_cuda and group is not None:
-            group.abort()  # gloo finds out by itself, NCCL's kernels would spin for ever
+            _within_abort_s(group.abort)  # gloo finds out by itself, NCCL's kernels spin for ever
 
     def close(self) -> None:
-        """Leave the group, without the others."""
-        if dist.is_initialized():
+        """Leave the group, without the others; bounded."""
+        if not dist.is_initialized():
+            return
+        if self._is_cuda:
+            # to destroy it waits for the others, who may be gone, and for sums in flight
+            _within_abort_s(distributed_c10d._abort_process_group)
+        else:
             dist.destroy_process_group()
+
+
+def _within_abort_s(work: Callable[[], object]) -> None:
+    """On a thread of its own, which is left behind if the driver keeps it."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # nothing is left that could be done
+            work()
+
+    thread = threading.Thread(target=run, name="rank-abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)

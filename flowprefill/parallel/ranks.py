@@ -127,10 +127,10 @@ class Ranks:
         self._died.set()
         for other in self._children:
             other.process.kill()
-        if self._collectives:
-            self._collectives.abort()
         if on_death:
             on_death(RankError(self._death))
+        if self._collectives:
+            self._collectives.abort()
 
 
 class _Child:

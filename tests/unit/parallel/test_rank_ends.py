@@ -7,13 +7,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flowprefill.errors import ModelLoadError
 from flowprefill.parallel.errors import RankError
+from flowprefill.parallel.ranks import REAP_S, Ranks
 from flowprefill.programs.slices import Group
 from tests.engine_harness import wait_until
 from tests.factories import write_tiny_model
@@ -98,6 +102,75 @@ def test_what_fails_a_rank_while_it_loads_fails_the_load(tmp_path: Path) -> None
     (path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelLoadError, match="not readable as safetensors"), divided(path):
         pass
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Opened at the end, for whoever waits there."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def pretend_nccl(ranks: Ranks) -> None:
+    """A group that is left as one of NCCL is; gloo's can be left so too."""
+    assert ranks._collectives is not None
+    ranks._collectives._is_cuda = True
+
+
+def close_in_time(ranks: Ranks) -> None:
+    closing = threading.Thread(target=ranks.close, daemon=True)
+    closing.start()
+    closing.join(2 * REAP_S * len(ranks.pids))
+    assert not closing.is_alive()
+
+
+def test_a_group_whose_end_would_wait_for_the_others_is_left_at_once(
+    path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's does, and for sums in flight."""
+    monkeypatch.setattr(dist, "destroy_process_group", gate.wait)
+    with divided(path) as model:
+        pretend_nccl(ranks_of(model))
+        close_in_time(ranks_of(model))
+    assert not dist.is_initialized()
+    monkeypatch.undo()
+    with divided(path) as model:  # in a group of its own
+        assert len(answers(model)) > 0
+
+
+def test_a_group_that_cannot_be_left_is_left_behind(
+    path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with divided(path) as model:
+        pretend_nccl(ranks_of(model))
+        with monkeypatch.context() as stuck:
+            stuck.setattr(dist.ProcessGroup, "abort", lambda group: gate.wait())
+            close_in_time(ranks_of(model))
+    gate.set()
+    wait_until(lambda: not dist.is_initialized())
+
+
+def test_a_death_is_told_before_the_group_is_aborted(
+    path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, aborted = threading.Event(), list[bool]()
+
+    def abort(group: dist.ProcessGroup) -> None:
+        aborted.append(told.is_set())
+        gate.wait()
+
+    with divided(path) as model:
+        ranks = ranks_of(model)
+        pretend_nccl(ranks)
+        ranks.call_on_death(lambda error: told.set())
+        with monkeypatch.context() as stuck:
+            stuck.setattr(dist.ProcessGroup, "abort", abort)
+            os.kill(ranks.pids[0], signal.SIGKILL)
+            assert told.wait(WAIT_S)
+            wait_until(lambda: aborted)
+        gate.set()
+    assert aborted[0]
 
 
 LEADER = """
