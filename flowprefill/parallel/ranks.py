@@ -37,6 +37,8 @@ class Ranks:
         self._died = threading.Event()
         self._on_death: Callable[[RankError], None] | None = None
         self._collectives: Collectives | None = None
+        self._meeting_ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        """What went wrong when the others were to be met."""
         self._children: list[_Child] = []
         try:
             self._store = open_store()
@@ -64,8 +66,31 @@ class Ranks:
         loaded = [child.expect(Kind.LOADED, self._failure) for child in self._children]
         smallest: int = min(num_blocks, *loaded)
         self.send(Kind.ALLOCATE, smallest)
-        self._collectives = Collectives(self._store, 0, self.num_ranks, device)
+        self._meet(device)
         return smallest
+
+    def _meet(self, device: torch.device) -> None:
+        """Make the group of all ranks. Raises RankError if one ended meanwhile."""
+        if device.type != "cuda":
+            self._make_collectives(device)  # gloo gives up by itself
+            return
+
+        def meet() -> None:
+            try:
+                self._make_collectives(device)
+            except Exception as error:
+                self._meeting_ends.put(error)
+            else:
+                self._meeting_ends.put(None)
+
+        # NCCL waits for ever for a rank that has ended
+        threading.Thread(target=meet, name="rank-meeting", daemon=True).start()
+        error = self._meeting_ends.get()
+        if error:
+            raise error
+
+    def _make_collectives(self, device: torch.device) -> None:
+        self._collectives = Collectives(self._store, 0, self.num_ranks, device)
 
     def wait_ready(self) -> None:
         """Until the others can run passes. Raises as agree_on_blocks does."""
@@ -125,6 +150,7 @@ class Ranks:
             self._death = f"rank {child.rank} of {self.num_ranks} {how}"
             on_death = self._on_death
         self._died.set()
+        self._meeting_ends.put(RankError(self._death))
         for other in self._children:
             other.process.kill()
         if on_death:

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flowprefill.config import EngineConfig
 from flowprefill.errors import ModelLoadError
+from flowprefill.loading import PartPlan
 from flowprefill.parallel.errors import RankError
 from flowprefill.parallel.ranks import REAP_S, Ranks
 from flowprefill.programs.slices import Group
@@ -171,6 +173,34 @@ def test_a_death_is_told_before_the_group_is_aborted(
             wait_until(lambda: aborted)
         gate.set()
     assert aborted[0]
+
+
+def test_a_rank_that_ends_while_the_others_wait_to_meet_it_fails_the_load(
+    path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would wait for it for ever."""
+    config = EngineConfig(str(path), dtype="float32", device="cpu", tensor_parallel_size=2)
+    plan = PartPlan(2, "cpu", "float32", "torch", num_threads=1)
+    ranks = Ranks(2, {"config": config.to_dict(), "plan": plan.to_wire()})
+
+    def wait_for_the_dead(*args: object, **kwargs: object) -> None:
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        gate.wait()
+
+    monkeypatch.setattr(dist, "init_process_group", wait_for_the_dead)
+    failure: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            ranks.agree_on_blocks(8, torch.device("cuda"))
+        except RankError as error:
+            failure.append(error)
+
+    meeting = threading.Thread(target=meet, daemon=True)
+    meeting.start()
+    meeting.join(WAIT_S)
+    close_in_time(ranks)
+    assert [str(error) for error in failure] == ["rank 1 of 2 was killed by SIGKILL"]
 
 
 LEADER = """
