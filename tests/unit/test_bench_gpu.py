@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from flowprefill.bench.gpu import checks, report
 from flowprefill.bench.gpu.checks import Check, NotChecked, run_checks
 from flowprefill.bench.gpu.measure import shares_of_rest
+from flowprefill.bench.gpu.program_checks import refusing_to_synchronise
 from flowprefill.bench.gpu.random_model import load_random_model, weight_bytes
 from flowprefill.bench.gpu.reference import Reference
 from flowprefill.bench.gpu.shapes import LLAMA_3_1_8B, SMALL_DRY, TINY
@@ -125,6 +127,23 @@ class TestChecks:
         made = [c for c in kernel_checks.kernel_checks(device) if c.name.startswith("rmsnorm")]
         findings = run_checks(made[:1], lambda name: None)
         assert findings[0].outcome == "failed" and "not close" in findings[0].detail
+
+
+def test_the_mode_in_which_waits_are_errors_is_left_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch warns once that it is a prototype, when it is set already."""
+    modes: list[int | str] = [0]
+
+    def set_mode(mode: int | str) -> None:
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with pytest.raises(RuntimeError, match="a wait"), refusing_to_synchronise():
+        raise RuntimeError("a wait")
+    assert modes == [0, "error", 0]
 
 
 class TestRandomModel:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import random
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -80,11 +81,18 @@ def finish(state: ProgramState) -> Tensor:
 def refusing_to_synchronise() -> Iterator[None]:
     """On a card: whatever torch would wait for the device for raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        _set_sync_debug_mode("error")
         yield
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: str | int) -> None:
+    """Without the warning that it is a prototype, which may be an error, when it is set already."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def program_checks(model: LoadedModel, lengths: Sequence[int]) -> list[Check]:

@@ -12,6 +12,7 @@ from tests.triton_kernels import DEVICE  # first: it skips where triton is not i
 
 # isort: split
 
+from flowprefill.bench.gpu.program_checks import refusing_to_synchronise
 from flowprefill.config import EngineConfig
 from flowprefill.granularity import Granularity
 from flowprefill.kv.block_table import BlockTable
@@ -103,9 +104,6 @@ def test_a_step_as_graphs_equals_one_launched_kernel_by_kernel(
 
 def test_steps_as_graphs_do_not_wait_for_the_device(model: LoadedModel) -> None:
     inputs = started_sequences(model)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refusing_to_synchronise():
         logits = run_to_end(model.program.decode(inputs))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert logits.isfinite().all()
