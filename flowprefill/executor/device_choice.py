@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from flowprefill.kernels import keep_compiled_kernels
 from flowprefill.kv.host_copies import floats_to_device, to_host
 
 
@@ -53,10 +54,11 @@ def choose_by_kernel(logits: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
 def device_choice(device: torch.device, vocab_size: int) -> Choose | None:
     """How tokens are chosen on this device; None: on the host.
 
-    The kernel is compiled in the first call, which comes from the profiler.
+    The kernel is compiled in the first call, which comes from the profiler's warm-up.
     """
     if device.type != "cuda":
         return None
+    keep_compiled_kernels()
     try:
         choose_by_kernel(torch.zeros(1, vocab_size, device=device), [Draw(1.0, 2, 0.9)])
     # no triton, or whatever its compiler, the driver or a card that is too old may raise

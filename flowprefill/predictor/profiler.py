@@ -68,9 +68,10 @@ class Profiler:
         self._choice_times: dict[int, list[float]] = {}
 
     def warm_up(self, max_tokens: int) -> None:
-        """First calls initialise the operators' caches: nobody should wait for them later."""
+        """First calls initialise the operators' caches and compile what chooses tokens: nobody
+        should wait for them later."""
         self._finish(self._prefill(Span(0, min(16, max_tokens - 1))))
-        self._finish(self._decode([max(1, min(16, max_tokens - 1))]))
+        self._choose(self._finish(self._decode([max(1, min(16, max_tokens - 1))])))
 
     def profile(self, max_tokens: int, on_progress: Callable[[float], None]) -> Profile:
         """max_tokens: the longest sequence that fits into the model and the cache."""

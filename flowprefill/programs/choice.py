@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -11,7 +10,7 @@ import torch
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.host_cpu import cpu_flags
-from flowprefill.kernels import TritonUnavailableError
+from flowprefill.kernels import TritonUnavailableError, keep_compiled_kernels
 from flowprefill.kv.cache import KVCache
 from flowprefill.native.library import NativeUnavailableError, build_name, load_library
 from flowprefill.programs import native_operators
@@ -20,7 +19,6 @@ from flowprefill.programs.native_operators import NativeOperators
 from flowprefill.programs.operators import Operators
 from flowprefill.programs.torch_operators import SumRanks, TorchOperators
 from flowprefill.programs.weights import DecoderWeights
-from flowprefill.user_cache import user_cache_directory
 
 Kernels: TypeAlias = Literal["native", "triton", "torch"]
 _NAMES = {"native": "native kernels", "triton": "Triton kernels"}
@@ -60,8 +58,7 @@ def _check_triton(
         from flowprefill.programs import triton_operators
     except ImportError as error:
         raise TritonUnavailableError(f"they need the package triton: {error}") from error
-    # ~/.triton by default, in a container often not there or gone with it
-    os.environ.setdefault("TRITON_CACHE_DIR", str(user_cache_directory("triton")))
+    keep_compiled_kernels()
     triton_operators.check_support(spec, dtype, block_size, device)
 
 

@@ -12,7 +12,9 @@ from flowprefill.clock import VirtualClock
 from flowprefill.errors import ConfigError
 from flowprefill.executor.cuda_device import CudaDevice, fix_products
 from flowprefill.executor.device import CpuDevice, make_device
+from flowprefill.executor.device_choice import device_choice
 from flowprefill.interrupt import Interrupt
+from flowprefill.user_cache import user_cache_directory
 from tests.unit.programs.test_slices import make_spec
 
 MAX_SLICE_S = 0.004
@@ -112,3 +114,17 @@ class TestMakeDevice:
     @pytest.mark.parametrize("name", ["auto", "cuda"])
     def test_with_a_card_it_is_the_card(self, name: str) -> None:
         assert isinstance(make_device(name, MAX_SLICE_S, None), CudaDevice)
+
+
+class TestDeviceChoice:
+    """Each test has a vocabulary of its own, as what was found is kept."""
+
+    @pytest.mark.parametrize("own", [None, "/somewhere"])
+    def test_compiled_kernels_are_kept_in_the_user_s_cache_unless_told_otherwise(
+        self, own: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", own or "")
+        if own is None:
+            monkeypatch.delenv("TRITON_CACHE_DIR")
+        device_choice(torch.device("cuda"), 1001 if own else 1002)
+        assert os.environ["TRITON_CACHE_DIR"] == (own or str(user_cache_directory("triton")))

@@ -206,11 +206,12 @@ def test_it_says_how_long_it_took(directory: Path) -> None:
     assert run.profile(512).calibration_s == run.clock.now_s() > 0
 
 
-def test_warming_up_takes_a_prefill_and_a_decode_step(directory: Path) -> None:
+def test_warming_up_takes_a_prefill_a_decode_step_and_a_choice(directory: Path) -> None:
     run = Run(load_quietly(directory, limits=LIMITS))
     run.profiler.warm_up(512)
     assert {slice_kind(p) for p in run.pieces} >= {"head", "logits"}
     assert max(p.num_rows for p in run.pieces) == 16
+    assert run.num_choices == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
