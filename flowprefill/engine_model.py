@@ -14,6 +14,7 @@ from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError, UnsupportedArchitectureError
 from flowprefill.executor.device import make_device
+from flowprefill.executor.device_choice import report_choice
 from flowprefill.granularity import Granularity
 from flowprefill.loading import (
     LoadedModel,
@@ -65,11 +66,13 @@ def load_for_engine(config: EngineConfig, clock: Clock, on_progress: OnProgress)
             )
         hooked = _load_hooked(config, path, chosen, on_progress)
         profile = hooked.profile(clock, on_progress)
+        report_choice(hooked.device.torch_device, hooked.spec.vocab_size, on_progress)
         predictor: FittedPredictor = hooked.predictor(profile, granularity)
         return EngineModel(hooked.config, hooked, predictor, profile.is_bit_invariant)
     model = load_model(config, on_progress)
     try:
         profile = profile_model(model, clock, on_progress)
+        report_choice(model.device.torch_device, model.spec.vocab_size, on_progress)
         predictor = FittedPredictor.from_profile(
             profile, model.spec.num_layers, model.program.limits, granularity
         )

@@ -50,18 +50,34 @@ def choose_by_kernel(logits: Tensor, draws: Sequence[Draw]) -> list[Chosen]:
     return [Chosen(int(token), logprob, finite > 0) for token, logprob, finite in found.tolist()]
 
 
-@functools.cache
 def device_choice(device: torch.device, vocab_size: int) -> Choose | None:
-    """How tokens are chosen on this device; None: on the host.
-
-    The kernel is compiled in the first call, which comes from the profiler's warm-up.
-    """
-    if device.type != "cuda":
+    """How tokens are chosen on this device; None: on the host."""
+    if device.type != "cuda" or why_not_by_kernel(device, vocab_size):
         return None
+    return choose_by_kernel
+
+
+@functools.cache
+def why_not_by_kernel(device: torch.device, vocab_size: int) -> str | None:
+    """What keeps the kernel from running on this card; None: nothing does.
+
+    It is compiled in the first call, which is made at load. What that finds stays true, so that the
+    tokens of a seed do not change under a running engine.
+    """
     keep_compiled_kernels()
     try:
         choose_by_kernel(torch.zeros(1, vocab_size, device=device), [Draw(1.0, 2, 0.9)])
     # no triton, or whatever its compiler, the driver or a card that is too old may raise
-    except Exception:
-        return None
-    return choose_by_kernel
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    return None
+
+
+def report_choice(
+    device: torch.device, vocab_size: int, on_progress: Callable[[str, float], None]
+) -> None:
+    """Call it at load: a stage says why, where a card's tokens are chosen on the host."""
+    problem = why_not_by_kernel(device, vocab_size) if device.type == "cuda" else None
+    if problem:
+        on_progress(f"no kernel that chooses tokens, the host does: {problem}", 1.0)

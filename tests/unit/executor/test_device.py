@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from flowprefill.clock import VirtualClock
+from flowprefill import engine_model
+from flowprefill.clock import MonotonicClock, VirtualClock
+from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.cuda_device import CudaDevice, fix_products
 from flowprefill.executor.device import CpuDevice, make_device
-from flowprefill.executor.device_choice import device_choice
+from flowprefill.executor.device_choice import device_choice, report_choice
 from flowprefill.interrupt import Interrupt
 from flowprefill.user_cache import user_cache_directory
+from tests.factories import TINY_VOCAB_SIZE, write_tiny_model
 from tests.unit.programs.test_slices import make_spec
 
 MAX_SLICE_S = 0.004
@@ -128,3 +132,38 @@ class TestDeviceChoice:
             monkeypatch.delenv("TRITON_CACHE_DIR")
         device_choice(torch.device("cuda"), 1001 if own else 1002)
         assert os.environ["TRITON_CACHE_DIR"] == (own or str(user_cache_directory("triton")))
+
+    def test_why_a_card_s_tokens_are_chosen_on_the_host_is_told(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        stages: list[str] = []
+
+        def zeros(*shape: int, device: torch.device) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 MiB")
+
+        monkeypatch.setattr(torch, "zeros", zeros)
+        monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+        for name in ("cuda", "cpu"):
+            device = torch.device(name)
+            assert device_choice(device, 1003) is None
+            report_choice(device, 1003, lambda stage, fraction: stages.append(stage))
+        reason = "OutOfMemoryError: CUDA out of memory."
+        assert stages == [f"no kernel that chooses tokens, the host does: {reason}"]
+
+    @pytest.mark.usefixtures("keep_threads")
+    @pytest.mark.parametrize("program", ["native", "hooks"])
+    def test_that_is_found_out_while_a_model_loads(
+        self, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[str, int]] = []
+        monkeypatch.setattr(
+            engine_model,
+            "report_choice",
+            lambda device, vocab, _: asked.append((str(device), vocab)),
+        )
+        path = write_tiny_model(tmp_path)
+        config = EngineConfig(
+            str(path), dtype="float32", device="cpu", num_threads=1, program=program
+        )
+        engine_model.load_for_engine(config, MonotonicClock(), lambda stage, fraction: None)
+        assert asked == [("cpu", TINY_VOCAB_SIZE)]
