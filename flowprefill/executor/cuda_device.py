@@ -40,7 +40,6 @@ class CudaDevice:
     _LINEAR_FLOPS = 300e12
     _ATTENTION_FLOPS = 100e12
     _BYTES_PER_S = 2e12
-    default_dtype = torch.bfloat16
     num_threads = 1
 
     def __init__(self, max_slice_s: float, index: int = 0) -> None:
@@ -49,6 +48,9 @@ class CudaDevice:
             raise ConfigError("model.json: device='cuda': torch finds no CUDA device")
         fix_products()
         self.torch_device = torch.device("cuda", index)
+        # older ones have no instructions for bf16 products
+        has_bf16 = torch.cuda.get_device_properties(self.torch_device).major >= 8
+        self.default_dtype = torch.bfloat16 if has_bf16 else torch.float32
         self._stream = torch.cuda.Stream(self.torch_device)
         self._window = LaunchWindow(max_slice_s)
         self.use_in_this_thread()

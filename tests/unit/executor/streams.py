@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +65,10 @@ class FakeEvent:
 class PretendedCard:
     """torch.cuda as CudaDevice uses it: what is launched runs on a FakeStream instead."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, durations: Iterable[float]) -> None:
-        """durations: of the slices in the order of their launches"""
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, durations: Iterable[float] = (), major: int = 8
+    ) -> None:
+        """durations: of the slices in the order of their launches; major: of its capability"""
         self.stream = FakeStream()
         remaining = iter(durations)
 
@@ -82,6 +85,7 @@ class PretendedCard:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         cuda = {
             "is_available": lambda: True,
+            "get_device_properties": lambda device: SimpleNamespace(major=major),
             "Stream": lambda device: self.stream,
             "set_stream": lambda stream: None,
             "Event": Event,

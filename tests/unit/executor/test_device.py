@@ -19,6 +19,7 @@ from flowprefill.executor.device_choice import device_choice, report_choice
 from flowprefill.interrupt import Interrupt
 from flowprefill.user_cache import user_cache_directory
 from tests.factories import TINY_VOCAB_SIZE, write_tiny_model
+from tests.unit.executor.streams import PretendedCard
 from tests.unit.programs.test_slices import make_spec
 
 MAX_SLICE_S = 0.004
@@ -88,6 +89,16 @@ class TestCpuDevice:
             for n in (1, 4)
         )
         assert one.tile_rows < four.tile_rows and one.attention_work < four.attention_work
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16), (10, torch.bfloat16)]
+)
+def test_dtype_is_bf16_only_where_the_card_multiplies_it(
+    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PretendedCard(monkeypatch, major=major)
+    assert CudaDevice(MAX_SLICE_S).default_dtype == dtype
 
 
 def test_cublas_gets_a_workspace_of_fixed_size_unless_told_otherwise(
