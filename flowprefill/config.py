@@ -119,7 +119,8 @@ class EngineConfig:
     """Size of the KV cache as a share of the memory that is free on the device once the weights are
     loaded; in (0, 1]. Not beside kv_cache_memory_bytes."""
     gpu_memory_utilization: float = 0.9
-    """Fraction of a CUDA card's memory for weights and KV cache; in (0, 1]. No effect on cpu."""
+    """Fraction of a CUDA card's memory for weights, KV cache and what begun prefills hold beside
+    it; in (0, 1]. No effect on cpu."""
     tensor_parallel_size: int = 1
     """Ranks that share the model, with a device and a process each; divides its heads, KV heads and
     intermediate size. On a CPU each has its part of the cores. kv_cache_memory_bytes is for each.

@@ -14,6 +14,7 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.executor.device import Device, make_device, model_dtype
 from flowprefill.executor.sampler import Sampler, SamplingState
+from flowprefill.granularity import Granularity
 from flowprefill.host_cpu import cpu_model, num_cpus
 from flowprefill.host_memory import available_bytes
 from flowprefill.interrupt import Interrupt
@@ -107,7 +108,7 @@ class ModelPart:
     @property
     def num_blocks(self) -> int:
         """KV blocks that this rank has room for. Raises ConfigError if they are too few."""
-        return _num_blocks(self.config, self.spec, self.dtype, self.device)
+        return num_kv_blocks(self.config, self.spec, self.dtype, self.device.torch_device)
 
     def build(self, num_blocks: int, sum_ranks: SumRanks | None) -> tuple[DecoderProgram, str]:
         """The program with its KV cache, and name and build of its kernels. Once.
@@ -253,18 +254,32 @@ def _with_max_model_len(spec: ModelSpec, max_model_len: int | None) -> ModelSpec
     return replace(spec, max_position_embeddings=max_model_len or limit)
 
 
-def _num_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: Device) -> int:
-    """KV blocks that the configured memory holds; spec: of this rank's part.
+def num_kv_blocks(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> int:
+    """KV blocks that the configured memory holds; spec: of this rank's part. Raises ConfigError if
+    they are too few.
 
     They may be too few for a request of max_model_len: the engine refuses what cannot fit.
     """
-    block_bytes = config.block_size * spec.kv_bytes_per_token(dtype.itemsize)
+    token_bytes = spec.kv_bytes_per_token(dtype.itemsize)
+    sizes = config.kv_cache_memory_bytes, config.kv_cache_memory_fraction
+    if device.type == "cuda" and sizes == (None, None):
+        token_bytes += live_bytes_per_token(config, spec, dtype)
+    block_bytes = config.block_size * token_bytes
     need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
-    memory, setting = kv_cache_bytes_on(device.torch_device, config, need)
+    memory, setting = kv_cache_bytes_on(device, config, need)
     smallest = min(need, -(-_MIN_KV_TOKENS // config.block_size) * block_bytes)
     if memory < smallest:
         raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
     return memory // block_bytes
+
+
+def live_bytes_per_token(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What a begun prefill holds beside its KV blocks; see ProgramState.live_bytes. In the order of
+    `op` these are all queries, else those of one tile, which do not count."""
+    q_size = spec.q_size if Granularity.parse(config.granularity).kind == "op" else 0
+    return (spec.hidden_size + q_size) * dtype.itemsize
 
 
 def kv_cache_bytes_on(device: torch.device, config: EngineConfig, need: int) -> tuple[int, str]:

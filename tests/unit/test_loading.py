@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,19 @@ import torch
 
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError, ModelLoadError
+from flowprefill.granularity import Granularity
 from flowprefill.host_memory import available_bytes
-from flowprefill.loading import LoadedModel, kv_cache_bytes, load_model
+from flowprefill.loading import (
+    LoadedModel,
+    kv_cache_bytes,
+    live_bytes_per_token,
+    load_model,
+    num_kv_blocks,
+)
+from flowprefill.programs.slices import SliceLimits
 from tests.factories import write_tiny_gguf, write_tiny_model
 from tests.unit.programs.runs import Runner, load_quietly, random_tokens
+from tests.unit.programs.test_slices import make_spec
 
 MAX_LEN = 512
 BLOCK_BYTES = 2 * 3 * 16 * (2 * 16) * 4
@@ -102,6 +112,40 @@ class TestKVCacheSize:
         assert kv_cache_bytes(config, 100, 800, 1000) == expected
         config = EngineConfig("m", kv_cache_memory_fraction=0.5)
         assert kv_cache_bytes(config, 100, 800, 1000)[0] == 400
+
+    @pytest.mark.parametrize(("granularity", "live_values"), [("tile", 3584), ("op", 2 * 3584)])
+    def test_a_card_has_room_for_what_begun_prefills_hold_beside_their_blocks(
+        self, granularity: str, live_values: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Shapes of Qwen2.5-7B on 80 GB: in the order of `op` a fourth of the K and V."""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * 10**9, 80 * 10**9))
+        spec = replace(
+            make_spec(), num_layers=28, hidden_size=3584, num_heads=28, num_kv_heads=4, head_dim=128
+        )
+
+        def num_blocks(**config: Any) -> int:
+            config = {"granularity": granularity, "block_size": 16, **config}
+            card = torch.device("cuda", 0)
+            return num_kv_blocks(EngineConfig("m", **config), spec, torch.bfloat16, card)
+
+        kv_bytes = 16 * 2 * (28 * 2 * 4 * 128)
+        block_bytes = kv_bytes + 16 * 2 * live_values
+        assert num_blocks(gpu_memory_utilization=0.9) == 56 * 10**9 // block_bytes
+        # sizes of the KV cache itself are what they say
+        assert num_blocks(kv_cache_memory_bytes=40 * kv_bytes) == 40
+        assert num_blocks(kv_cache_memory_fraction=0.5) == 32 * 10**9 // kv_bytes
+
+    @pytest.mark.parametrize(("granularity", "rows_of_q"), [("tile", 64), ("op", 0)])
+    def test_what_a_begun_prefill_holds_of_a_token_is_what_is_counted(
+        self, granularity: str, rows_of_q: int, directory: Path
+    ) -> None:
+        limits = SliceLimits(tile_rows=64, attention_work=64 * 64)
+        model = load_quietly(directory, kernels="torch", limits=limits)
+        inputs = [Runner(model).input(random_tokens(300))]
+        state = model.program.prefill(inputs, Granularity.parse(granularity))
+        config = EngineConfig("m", granularity=granularity)
+        counted = 300 * live_bytes_per_token(config, model.spec, model.dtype)
+        assert state.live_bytes == counted + rows_of_q * model.spec.q_size * model.dtype.itemsize
 
     def test_a_share_of_an_unknown_amount_is_refused(self) -> None:
         config = EngineConfig("m", kv_cache_memory_fraction=0.5)
