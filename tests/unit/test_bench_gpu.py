@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,20 +13,24 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flowprefill.bench.gpu import checks, report
+from flowprefill.bench.decode import Lengths
+from flowprefill.bench.gpu import checks, measure, report
 from flowprefill.bench.gpu.checks import Check, NotChecked, run_checks
-from flowprefill.bench.gpu.measure import shares_of_rest
+from flowprefill.bench.gpu.measure import Sizes, shares_of_rest
 from flowprefill.bench.gpu.program_checks import refusing_to_synchronise
-from flowprefill.bench.gpu.random_model import load_random_model, weight_bytes
+from flowprefill.bench.gpu.random_model import RandomModel, load_random_model, weight_bytes
 from flowprefill.bench.gpu.reference import Reference
 from flowprefill.bench.gpu.shapes import LLAMA_3_1_8B, SMALL_DRY, TINY
 from flowprefill.bench.gpu.stages import Budget, Stages
 from flowprefill.bench.prefill import random_tokens
 from flowprefill.bench.prefill_modes import with_whole_operators
+from flowprefill.bench.progress import bench_progress
 from flowprefill.cli import app
+from flowprefill.config import EngineConfig
 from flowprefill.granularity import Granularity
+from flowprefill.predictor.profile import Profile
 from flowprefill.programs.model_spec import read_model_spec
-from flowprefill.programs.program import SequenceInput
+from flowprefill.programs.program import ProgramState, SequenceInput
 from flowprefill.programs.slices import Group
 from flowprefill.simulator.data_sheets import LLAMA_3_1_8B as PAPER_SPEC
 from tests.unit.programs.runs import Runner
@@ -157,6 +163,30 @@ class TestRandomModel:
         }
         _, model, weights = load_random_model(shapes, settings, folder, 0, lambda s, f: None)
         return model, weights
+
+    def test_parked_prefills_are_counted_without_those_of_the_granularity_before(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, weights = self.load(dict(TINY), tmp_path)
+        random_model = RandomModel(EngineConfig("m"), model, Profile([], [], True, 0.0), weights)
+        alive: weakref.WeakSet[ProgramState] = weakref.WeakSet()
+        start = model.program.prefill
+
+        def prefill(inputs: Sequence[SequenceInput], granularity: Granularity) -> ProgramState:
+            state: ProgramState = start(inputs, granularity)
+            alive.add(state)
+            return state
+
+        monkeypatch.setattr(model.program, "prefill", prefill)
+        monkeypatch.setattr(
+            measure, "_allocated", lambda device: sum(state.live_bytes for state in alive)
+        )
+        sizes = Sizes((128,), 1, 1, 1, (1,), Lengths(8, 8), parked=2)
+        with bench_progress(None) as progress:
+            found = measure.measure_parked(random_model, sizes, progress, Budget(100.0, print))
+        for granularity in ("tile", "op"):
+            one = found[granularity]
+            assert one["allocated_bytes_each"] == one["live_bytes_each"] > 0
 
     @pytest.mark.parametrize("shapes", [TINY, SMALL_DRY, QWEN2])
     def test_the_reference_gives_the_logits_of_ours(

@@ -234,6 +234,7 @@ def measure_parked(
     progress.describe(f"{num_parked} parked prefills of {num_tokens} tokens")
     results: dict[str, Any] = {}
     for granularity in ("tile", "op"):
+        parked: list[ProgramState] = []  # those of the last one go, before anything is counted
         before = _allocated(model.device.torch_device)
         parked = [
             _park(random_model, index, num_tokens, granularity) for index in range(num_parked)
