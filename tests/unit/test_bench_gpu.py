@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from flowprefill.bench.decode import Lengths
-from flowprefill.bench.gpu import checks, measure, report
+from flowprefill.bench.gpu import bench, checks, measure, report
 from flowprefill.bench.gpu.checks import Check, NotChecked, run_checks
 from flowprefill.bench.gpu.measure import Sizes, shares_of_rest
 from flowprefill.bench.gpu.program_checks import refusing_to_synchronise
@@ -314,3 +314,19 @@ def test_gpu_bench_without_a_card_is_a_dry_run_of_all_stages(tmp_path: Path) -> 
     assert len(figures["goodput"]["cells"]) == 5
     assert all(bar["limit"] is None for bar in figures["bars"])
     assert result["run"]["shapes"] == TINY and result["run"]["model"] == "random weights, tiny"
+
+
+@NO_CARD
+@pytest.mark.parametrize(("p99_ms", "exit_code"), [(1.4, 0), (1.6, 1)])
+def test_gpu_bench_fails_with_its_bars(
+    p99_ms: float, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures are judged as those of a card are."""
+    figures = {"blocking": {"tile": {"512": {"p99_ms": p99_ms}}}}
+    monkeypatch.setattr(
+        bench, "find_bars", lambda of, longest, is_dry_run: report.find_bars(figures, 512, False)
+    )
+    run = CliRunner().invoke(app, ["bench", "gpu-bench", "--seconds", "1"])
+    assert run.exit_code == exit_code, run.output
+    [bar] = json.loads(run.stdout.splitlines()[-1])["dry_run"]["bars"]
+    assert bar["is_met"] == (exit_code == 0)

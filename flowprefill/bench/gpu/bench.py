@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, print_json
 
 if TYPE_CHECKING:
+    from flowprefill.bench.bars import Bar
     from flowprefill.bench.gpu.goodput import TraceSizes
     from flowprefill.bench.gpu.measure import Sizes
     from flowprefill.bench.gpu.random_model import RandomModel
@@ -55,7 +57,7 @@ def run(
     json_out: JsonOut = None,
 ) -> None:
     """Measure prefill, blocking, slicing, decode and goodput on a CUDA card; without one a dry run
-    that measures nothing. Exit code 1: a stage failed."""
+    that measures nothing. Exit code 1: a stage failed, or a bar is missed."""
     import torch
     from rich.console import Console
 
@@ -73,9 +75,9 @@ def run(
         stages.seconds["loading"] = round(loading_s, 1)
         stages.write()
         run_stages(stages, random_model, _trace(trace), seed, progress)
-    result = _report(stages, _sizes(is_dry_run).longest, is_dry_run, console)
-    print_json(result, json_out)
-    if stages.failed:
+    bars = find_bars(stages.figures, _sizes(is_dry_run).longest, is_dry_run)
+    print_json(_report(stages, bars, is_dry_run, console), json_out)
+    if stages.failed or not all(bar.is_met for bar in bars):
         raise typer.Exit(1)
 
 
@@ -205,14 +207,13 @@ def _facts(random_model: RandomModel, is_dry_run: bool, seed: int) -> dict[str, 
     }
 
 
-def _report(stages: Stages, longest: int, is_dry_run: bool, console: Any) -> dict[str, Any]:
+def _report(stages: Stages, bars: Sequence[Bar], is_dry_run: bool, console: Any) -> dict[str, Any]:
     """Print tables and bars; returns the JSON object."""
     title = "bars" if not is_dry_run else "bars, of which none is judged"
     for table in make_tables(stages.figures):
         if is_dry_run:
             table.caption = DRY_RUN
         console.print(table)
-    bars = find_bars(stages.figures, longest, is_dry_run)
     table = bar_table(title)
     add_bars(table, bars)
     console.print(table)
