@@ -3,7 +3,8 @@
 An engine that has none pays one look per stretch of a pass. Operator groups are timed call by call,
 and a call, also a native one of several slices, is of one group; within it the slices are taken to
 be equally long. On CUDA a call launches, so the group's times are those of its launch, ahead of the
-device by the launch window; where runs end is exact on any device.
+device by the launch window, and so is the end of a run that is left midway; where runs begin, and
+where a pass is done, is exact on any device.
 """
 
 from __future__ import annotations

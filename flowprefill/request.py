@@ -123,7 +123,7 @@ class PrefillTiming:
     """CLOCK_MONOTONIC time at which the device began with it."""
     device_s: float
     """Device time of the pass that gave the token; requests of a pack share one pass. Work that was
-    lost to an eviction is not in it."""
+    lost to an eviction is not in it, nor on CUDA what was in flight each time the pass was left."""
     predicted_s: float
     """What that pass was predicted to take when it began."""
     num_cached_tokens: int
