@@ -163,7 +163,7 @@ class TestDeviceChoice:
 
     @pytest.mark.usefixtures("keep_threads")
     @pytest.mark.parametrize("program", ["native", "hooks"])
-    def test_that_is_found_out_while_a_model_loads(
+    def test_whether_it_runs_is_found_out_while_a_model_loads(
         self, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[tuple[str, int]] = []
