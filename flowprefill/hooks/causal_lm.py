@@ -1,12 +1,17 @@
 """CausalLM: the calls that passes make of a transformers model, and what its cache object allows.
 
-Knows no requests. Argument names differ between versions of transformers and are found once.
+Knows no requests. Argument names differ between versions of transformers and are found once. What a
+cache allows is tried once, on a few tokens: some models keep states elsewhere, or count positions
+in their own way.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
+from flowprefill.hooks.availability import text_config
 from flowprefill.hooks.boundaries import find_boundaries
 from flowprefill.hooks.suspend import Forward, hook
 from flowprefill.kv.host_copies import to_device
@@ -28,6 +34,11 @@ _MOVING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies follow the longest sequence of a pass: a prompt in parts, or
 beside others, would be rotated otherwise than alone."""
 _FIRST_TOKENS, _MORE_TOKENS = 8, 24
+_TRIES = 2
+"""Of what a cache allows: where experts are chosen, rounding alone may change the logits once."""
+_SAME = 0.3
+"""Distance of two rows of logits, as a share of their spread, up to which rounding may explain it:
+bf16 gives 0.08 in SmolLM2, where a wrong position gives 0.8."""
 
 
 class CausalLM:
@@ -35,7 +46,7 @@ class CausalLM:
 
     def __init__(self, model: nn.Module, class_names: Sequence[str] = ()) -> None:
         """class_names: of the boundary modules, as in find_boundaries. Raises ConfigError, and
-        UnsupportedArchitectureError if the model returns no cache."""
+        UnsupportedArchitectureError if the model cannot decode with the cache that it returns."""
         self.model = model
         self.boundaries = find_boundaries(model, class_names)
         hook(self.boundaries.modules)
@@ -43,20 +54,30 @@ class CausalLM:
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((n for n in _CACHE_NAMES if n in parameters), _CACHE_NAMES[1])
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._takes_positions = "position_ids" in parameters
+        self._gives_positions = False
         is_moving = _has_moving_rope(model)
         self._moving = _dynamic_embeddings(model) if is_moving else []
         self._probe(is_moving)
 
-    def arguments(self, token_ids: Sequence[int], cache: Any) -> dict[str, Any]:
-        """Of a call of the model: tokens behind those in `cache`; None = the first ones."""
+    def arguments(self, token_ids: Sequence[int], cache: Any, start: int = 0) -> dict[str, Any]:
+        """Of a call of the model: tokens behind the `start` ones in `cache`; None = the first."""
         arguments = {"input_ids": to_device([token_ids], self._device)}
         if cache is not None:
             arguments[self._cache_name] = cache
+            if self._gives_positions:
+                positions = range(start, start + len(token_ids))
+                arguments["position_ids"] = to_device([positions], self._device)
         return {**arguments, "use_cache": True, **self._last_only}
 
-    def start(self, token_ids: Sequence[int], cache: Any) -> Forward:
+    def start(self, token_ids: Sequence[int], cache: Any, start: int = 0) -> Forward:
         """A pass of these arguments."""
-        return self._forward(self.arguments(token_ids, cache))
+        return self._forward(self.arguments(token_ids, cache, start))
+
+    def start_probe(self, token_ids: Sequence[int], cache: Any, start: int = 0) -> Forward:
+        """A pass of these arguments that gives the logits of all tokens."""
+        arguments = self.arguments(token_ids, cache, start)
+        return self._forward({k: v for k, v in arguments.items() if k not in self._last_only})
 
     def start_batch(self, token_ids: Sequence[int], caches: Sequence[Any]) -> Forward:
         """A pass over one token each of several sequences, if is_batched; it fills their caches."""
@@ -93,39 +114,127 @@ class CausalLM:
         return logits[:, -1].float()
 
     def _probe(self, is_moving: bool) -> None:
-        """Run some tokens: what the cache is, how large, and how many boundaries a pass has."""
-        first = self._run_alone(_FIRST_TOKENS)
+        """Run some tokens: how many boundaries a pass has, what the cache is, how large, and what
+        may be done with it."""
+        tokens = _different_tokens(self.model)
+        first = self._run_alone(tokens[:_FIRST_TOKENS])
         self.num_slices = first.num_boundaries + 1
         cache = self._get(first.result)
-        layers = None if cache is None else getattr(cache, "layers", None)
-        if not layers:
-            raise UnsupportedArchitectureError(
-                f"{type(self.model).__name__}: the model returns no cache of its layers, which "
-                "decoding needs"
-            )
-        kinds = {type(layer).__name__ for layer in layers}
-        self.cache_kinds = ", ".join(sorted(kinds))
-        self.is_continued = kinds <= _CONTINUED and not is_moving
-        self.is_batched = kinds <= _BATCHED and not is_moving
-        longer = self._run_alone(_MORE_TOKENS)
+        if cache is None or not getattr(cache, "layers", None):
+            raise self._unsupported("returns no cache of its layers, which decoding needs")
+        longer = self._run_alone(tokens)
         sizes = cache_bytes(cache), cache_bytes(self._get(longer.result))
         self.token_bytes = max(0, sizes[1] - sizes[0]) // (_MORE_TOKENS - _FIRST_TOKENS)
         self.sequence_bytes = max(0, sizes[0] - self.token_bytes * _FIRST_TOKENS)
+        self.free_keys = _weight_bytes(self.model) // (4 * max(1, self.token_bytes))
+        """Keys that a decode step may read in vain: a quarter of the weights, which each further
+        batch reads again."""
+        kinds = {type(layer).__name__ for layer in cache.layers}
+        self.cache_kinds = ", ".join(sorted(kinds))
+        trial, other = self._decoding(tokens, longer.result.logits[0].float())
+        may_continue = kinds <= _CONTINUED and not is_moving
+        self.is_continued = may_continue and any(trial.add(3) for _ in range(_TRIES))
+        is_plain = kinds <= _BATCHED and type(cache).__name__ == "DynamicCache"
+        may_batch = self.is_continued and is_plain and self._takes_positions
+        self.is_batched = may_batch and any(trial.add_beside(other) for _ in range(_TRIES))
 
-    def _run_alone(self, num_tokens: int) -> Forward:
-        forward = self.start([0] * num_tokens, None)
+    def _decoding(self, tokens: Sequence[int], expected: Tensor) -> tuple[_Trial, _Trial]:
+        """A sequence to which a token could be added after another's pass, if need be with its
+        position; and that other one.
+
+        Raises UnsupportedArchitectureError.
+        """
+        ways = (*[False] * _TRIES, self._takes_positions)
+        for length, self._gives_positions in enumerate(ways, _FIRST_TOKENS):
+            trial, other = (_Trial(self, tokens, expected) for _ in range(2))
+            trial.add(length)
+            other.add(length // 2)
+            if trial.add(1):
+                return trial, other
+        raise self._unsupported("fails with its cache, or gives other logits than without")
+
+    def _run_alone(self, token_ids: Sequence[int]) -> Forward:
+        forward = self.start_probe(token_ids, None)
         try:
             forward.run(lambda: False)
         except Exception as error:  # of many kinds, all of them the model's
             raise ModelLoadError(
-                f"{type(self.model).__name__}: a pass over {num_tokens} tokens fails: "
+                f"{type(self.model).__name__}: a pass over {len(token_ids)} tokens fails: "
                 f"{type(error).__name__}: {error}"
             ) from error
         return forward
 
+    def _unsupported(self, problem: str) -> UnsupportedArchitectureError:
+        return UnsupportedArchitectureError(f"{type(self.model).__name__}: the model {problem}")
+
     def _get(self, result: Any) -> Any:
         names = (self._cache_name, *_CACHE_NAMES)
         return next((result[n] for n in names if n in result and result[n] is not None), None)
+
+
+@dataclass
+class _Trial:
+    """A sequence whose logits are held against those of one pass over all its tokens."""
+
+    lm: CausalLM
+    tokens: Sequence[int]
+    expected: Tensor
+    """[tokens, vocab] of that pass."""
+    cache: Any = None
+    num_tokens: int = 0
+    """In the cache."""
+
+    def add(self, count: int) -> bool:
+        """Whether `count` tokens more can be computed, and their logits are the same."""
+        start, end = self.num_tokens, self.num_tokens + count
+        forward = _done(lambda: self.lm.start_probe(self.tokens[start:end], self.cache, start))
+        if forward is None:
+            return False
+        self.cache, self.num_tokens = self.lm.cache_of(forward), end
+        return _is_same(forward.result.logits[0].float(), self.expected[start:end])
+
+    def add_beside(self, other: _Trial) -> bool:
+        """Whether the next token of both can be computed in one batch."""
+        ends, caches = [self.num_tokens, other.num_tokens], [self.cache, other.cache]
+        forward = _done(lambda: self.lm.start_batch([self.tokens[i] for i in ends], caches))
+        if forward is None:
+            return False
+        self.num_tokens += 1
+        other.num_tokens += 1
+        return _is_same(self.lm.logits_of(forward), self.expected[ends])
+
+
+def _done(start: Callable[[], Forward]) -> Forward | None:
+    """The pass, at its end; None if it fails."""
+    try:
+        forward = start()
+        forward.run(lambda: False)
+    except Exception:  # of many kinds, all of them the model's
+        return None
+    return forward
+
+
+def _is_same(logits: Tensor, expected: Tensor) -> bool:
+    """Whether rows of logits are the same but for rounding."""
+    usual = expected.abs() < 1e6  # some models forbid tokens by the lowest number there is
+    for row, wanted, is_usual in zip(logits, expected, usual, strict=True):
+        wanted = wanted[is_usual]
+        distance = (row[is_usual] - wanted).norm()
+        if not distance <= _SAME * (wanted - wanted.mean()).norm():
+            return False
+    return True
+
+
+def _different_tokens(model: nn.Module) -> list[int]:
+    """Where all are the same, no position and no state matters; padding may have no position."""
+    config = _text_config(model)
+    padding = getattr(config, "pad_token_id", None)
+    tokens = [i for i in range(getattr(config, "vocab_size", None) or 0) if i != padding]
+    return random.Random(0).choices(tokens or [0], k=_MORE_TOKENS)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(w.nbytes for w in itertools.chain(model.parameters(), model.buffers()))
 
 
 def num_tokens(cache: Any) -> int:
@@ -134,20 +243,26 @@ def num_tokens(cache: Any) -> int:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of all storages of a cache's layers; a view of the last tokens holds all of them."""
+    """Bytes of all storages of a cache and its layers; a view of the last tokens holds all of
+    them."""
     found: dict[int, int] = {}
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            items = list(value.values()) if isinstance(value, dict) else value
-            for item in items if isinstance(items, (list, tuple)) else [items]:
-                if isinstance(item, Tensor) and item.dim() > 1:
-                    storage = item.untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
+    for value in itertools.chain(*(vars(holder).values() for holder in (cache, *cache.layers))):
+        items = list(value.values()) if isinstance(value, dict) else value
+        for item in items if isinstance(items, (list, tuple)) else [items]:
+            if isinstance(item, Tensor) and item.dim() > 1:
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
-def _has_moving_rope(model: nn.Module) -> bool:
+def _text_config(model: nn.Module) -> Any:
+    """None = the model has no configuration."""
     config = getattr(model, "config", None)
+    return None if config is None else text_config(config)
+
+
+def _has_moving_rope(model: nn.Module) -> bool:
+    config = _text_config(model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
     kinds = {str(r.get("rope_type") or r.get("type") or "default") for r in nested}

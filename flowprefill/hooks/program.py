@@ -53,7 +53,7 @@ class _Work:
         self.members = members
         self.token_ids = token_ids
         self.start = start
-        """Of the keys: all that the members have in their caches."""
+        """Of the keys: all that the members have in their caches, each as many as the longest."""
         self.forward: Forward | None = None
 
     def slice(self) -> Slice:
@@ -150,7 +150,7 @@ class HookedPrefill(_State):
         return torch.stack([s.logits for s in self._sequences if s.logits is not None])
 
     def _start(self, work: _Work) -> Forward:
-        return self._lm.start(work.token_ids, work.members[0].cache)
+        return self._lm.start(work.token_ids, work.members[0].cache, work.start)
 
     def _finish(self, work: _Work, forward: Forward) -> None:
         [sequence] = work.members
@@ -195,17 +195,19 @@ class HookedDecode(_State):
         return torch.stack([s.logits for s in self._sequences if s.logits is not None])
 
     def _new_works(self, fresh: Sequence[tuple[Computed, int]]) -> Iterator[_Work]:
-        size = len(fresh) if self._lm.is_batched else 1
-        for index in range(0, len(fresh), size or 1):
-            members = [sequence for sequence, _ in fresh[index : index + size]]
-            tokens = [token for _, token in fresh[index : index + size]]
-            yield _Work(members, tokens, sum(s.num_tokens for s in members))
+        batches = (
+            _batches(fresh, self._lm.free_keys) if self._lm.is_batched else [[f] for f in fresh]
+        )
+        for batch in batches:
+            members = [sequence for sequence, _ in batch]
+            tokens = [token for _, token in batch]
+            yield _Work(members, tokens, len(members) * max(s.num_tokens for s in members))
 
     def _start(self, work: _Work) -> Forward:
         for sequence in work.members:
             sequence.pending = work
         if len(work.members) == 1:
-            return self._lm.start(work.token_ids, work.members[0].cache)
+            return self._lm.start(work.token_ids, work.members[0].cache, work.start)
         return self._lm.start_batch(work.token_ids, [s.cache for s in work.members])
 
     def _finish(self, work: _Work, forward: Forward) -> None:
@@ -225,3 +227,22 @@ class HookedDecode(_State):
 def _prompt_works(sequence: Computed, token_ids: Sequence[int], size: int) -> Iterator[_Work]:
     for start in range(0, len(token_ids), size):
         yield _Work([sequence], token_ids[start : start + size], start)
+
+
+def _batches(
+    fresh: Sequence[tuple[Computed, int]], free_keys: int
+) -> list[list[tuple[Computed, int]]]:
+    """Sequences of like lengths together, as each costs what the longest one does: a batch reads at
+    most twice the keys that are there, or free_keys more."""
+    batches: list[list[tuple[Computed, int]]] = []
+    total = 0
+    for one in sorted(fresh, key=lambda member: member[0].num_tokens):
+        longest = one[0].num_tokens
+        total += longest
+        padded = (len(batches[-1]) + 1) * longest if batches else 0
+        if batches and padded <= max(2 * total, total + free_keys):
+            batches[-1].append(one)
+        else:
+            batches.append([one])
+            total = longest
+    return batches

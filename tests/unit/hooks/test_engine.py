@@ -173,8 +173,8 @@ def test_a_cancelled_prefill_is_unwound_where_it_is_parked(folder: Callable[[str
         lm, engine = answers.engine._model.program.lm, answers.engine  # type: ignore[union-attr]
         start = lm.start
 
-        def start_and_cancel(tokens: Sequence[int], cache: object) -> Forward:
-            forward: Forward = start(tokens, cache)
+        def start_and_cancel(tokens: Sequence[int], *more: object) -> Forward:
+            forward: Forward = start(tokens, *more)
             if len(tokens) == 200:
                 forwards.append(weakref.ref(forward))
                 engine.cancel(1)

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from flowprefill.granularity import Granularity
-from flowprefill.hooks.causal_lm import CausalLM
-from flowprefill.hooks.program import HookedProgram
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.programs.program import ProgramState, SequenceInput
-from tests.unit.hooks.tiny import make_model, prompt
+from tests.unit.hooks.tiny import make_program, prompt
 from tests.unit.programs.test_no_synchronise import META, NoSynchronise
 
 
@@ -38,7 +36,9 @@ def run(state: ProgramState) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "GPTNeoX", "Mamba"])
 def test_no_pass_of_one_sequence_waits_for_the_device(name: str) -> None:
-    program = HookedProgram(CausalLM(make_model(name).to(META)), tile_rows=32)
+    program = make_program(name)
+    program.lm.model.to(META)
+    program.lm._device = META
     with NoSynchroniseButEmpty():
         at = BlockTable(range(5), 16, META)
         run(program.prefill([SequenceInput(prompt(70), 0, at)], Granularity("tile")))

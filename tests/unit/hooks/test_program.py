@@ -6,36 +6,23 @@ import random
 
 import pytest
 import torch
-from torch import nn
 
-from flowprefill.clock import MonotonicClock
-from flowprefill.errors import ModelLoadError
-from flowprefill.executor.device import CpuDevice
 from flowprefill.granularity import Granularity
-from flowprefill.hooks.causal_lm import CausalLM, cache_bytes
-from flowprefill.hooks.predictor import ROUNDS, HookedProfiler
-from flowprefill.hooks.program import HookedProgram
+from flowprefill.hooks.causal_lm import cache_bytes
 from flowprefill.hooks.sequences import Sequences
-from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
-from flowprefill.programs.program import ProgramState, RunSlice, SequenceInput
+from flowprefill.programs.program import ProgramState, SequenceInput
 from tests.unit.hooks.tiny import (
     ARCHITECTURES,
-    VOCAB,
-    make_model,
+    make_program,
     prompt,
     prompt_input,
     run_to_end,
     table,
 )
 
-TILE_ROWS = 32
 WHOLE = Granularity("whole")
 GRANULARITIES = ("whole", "chunk:20", "layer", "op", "tile")
-
-
-def make_program(name: str, **more: object) -> HookedProgram:
-    return HookedProgram(CausalLM(make_model(name, **more)), TILE_ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +119,36 @@ def test_sequences_of_any_lengths_decode_together(name: str) -> None:
             torch.testing.assert_close(together[i][row], alone[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_passes"), [((3, 200, 3, 3), 2), ((40, 50, 60), 1), ((9,), 1), ((), 0)]
+)
+def test_sequences_of_like_lengths_decode_together(
+    lengths: tuple[int, ...], num_passes: int
+) -> None:
+    """Keys that are computed are at most twice those that are there, and counted as such."""
+    program = make_program("Llama")
+    inputs = []
+    for row, n in enumerate(lengths):
+        at = table(row)
+        run_to_end(program.prefill([prompt_input(prompt(n, seed=row), at)], WHOLE))
+        inputs.append(SequenceInput([9], n, at))
+    step = program.decode(inputs)
+    sizes = [
+        (len(work.members) * (max(s.num_tokens for s in work.members) + 1), work.slice().num_keys)
+        for work in step._works
+    ]
+    assert len(sizes) == num_passes
+    assert sum(size for size, _ in sizes) <= 2 * sum(n + 1 for n in lengths)
+    assert all(size == counted for size, counted in sizes)
+    if lengths:
+        together = run_to_end(step)
+    for row, n in enumerate(lengths):
+        at = table(5)
+        run_to_end(program.prefill([prompt_input(prompt(n, seed=row), at)], WHOLE))
+        alone = run_to_end(program.decode([SequenceInput([9], n, at)]))
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("num_slices", range(0, 16, 3))
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mamba"])
 def test_a_dropped_decode_step_is_gone_on_with_by_the_members_left(
@@ -208,33 +225,6 @@ def test_a_cache_never_holds_more_than_what_is_counted_for_it(name: str) -> None
         assert 0 < held <= lm.token_bytes * length + lm.sequence_bytes
 
 
-MOVING = {
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64,
-                 "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", MOVING)
-def test_embeddings_that_follow_the_length_see_whole_prompts(kind: str) -> None:
-    """And each prompt as if it were the first, whatever has run before, also beside it."""
-    rope = {"rope_theta": 10_000.0, **MOVING[kind]}
-    more = {"rope_parameters": rope, "max_position_embeddings": 64}
-    program = make_program("Llama", **more)
-    assert not program.lm.is_batched
-    found = []
-    for length in (100, 200, 100, 30):
-        state = program.prefill([prompt_input(prompt(length), table())], Granularity("tile"))
-        state.run_slice()
-        run_to_end(program.prefill([prompt_input(prompt(150), table(1))], Granularity("tile")))
-        found.append(run_to_end(state)[0])
-        with torch.inference_mode():
-            tokens = torch.tensor([prompt(length)])
-            expected = make_model("Llama", **more)(input_ids=tokens).logits[0, -1]
-        torch.testing.assert_close(found[-1], expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(found[0], found[2])
-
-
 def test_blocks_are_known_without_asking_the_device() -> None:
     nowhere = torch.device("meta")  # as a CUDA device would be waited for
     sequences, at = Sequences(), BlockTable([3, 4], 16, nowhere)
@@ -244,43 +234,3 @@ def test_blocks_are_known_without_asking_the_device() -> None:
     assert sequences.of(at) is first and first.blocks == {3, 4, 7}
     sequences.of(BlockTable([7], 16, nowhere))
     assert first.num_tokens == 0, "one of its blocks was given to somebody else"
-
-
-class CountingDevice(CpuDevice):
-    """Counts what goes through it."""
-
-    num_slices = 0
-
-    def run(self, run_slice: RunSlice, profiled_s: float, interrupt: Interrupt) -> bool:
-        self.num_slices += 1
-        return super().run(run_slice, profiled_s, interrupt)
-
-
-def test_slices_are_timed_on_the_device_that_waits_for_them() -> None:
-    """On CUDA wait() knows of launched slices only by those that run() has launched."""
-    program, device = make_program("Llama"), CountingDevice(1)
-
-    def new_tables(num_sequences: int, num_tokens: int) -> list[BlockTable]:
-        return [table(i) for i in range(num_sequences)]
-
-    profiler = HookedProfiler(program, device, MonotonicClock(), new_tables, VOCAB)
-    profile = profiler.profile(64, lambda fraction: None)
-    assert device.num_slices >= ROUNDS * program.lm.num_slices * len(profile.samples)
-
-
-class Broken(nn.Module):
-    """Fails in its first pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(2, 2)])
-
-    def forward(
-        self, input_ids: torch.Tensor, past_key_values: object = None, **kw: object
-    ) -> None:
-        raise KeyError("no_such_kind")
-
-
-def test_a_model_that_cannot_run_is_refused_by_name() -> None:
-    with pytest.raises(ModelLoadError, match="Broken: a pass over 8 tokens fails: KeyError: 'no_"):
-        CausalLM(Broken())

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowprefill.hooks.causal_lm import CausalLM
+from flowprefill.hooks.program import HookedProgram
 from flowprefill.kv.block_table import BlockTable
 from flowprefill.programs.program import ProgramState, SequenceInput
 
 VOCAB = 97
 CPU = torch.device("cpu")
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -36,6 +38,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3": _ATTENTION,
     "GPTNeoX": {"num_attention_heads": 4, "intermediate_size": 48},
     "Mamba": {"state_size": 8},
+    "MiniMax": {**_ATTENTION, **_MIXTURE, "head_dim": 8, "num_local_experts": 4, "block_size": 16,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
 }  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
 
@@ -45,7 +49,7 @@ def make_model(architecture: str, **more: Any) -> nn.Module:
     import transformers
 
     suffix = "TextConfig" if architecture == "Gemma3" else "Config"
-    keys = {**_SIZES, **CONFIGS[architecture], **more}
+    keys = {**SIZES, **CONFIGS[architecture], **more}
     config = getattr(transformers, architecture + suffix)(**keys)
     if architecture == "Mamba":
         del config.max_position_embeddings
@@ -55,6 +59,10 @@ def make_model(architecture: str, **more: Any) -> nn.Module:
         if parameter.dim() > 1 or name.endswith("proj.bias"):
             nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def make_program(architecture: str, **more: Any) -> HookedProgram:
+    return HookedProgram(CausalLM(make_model(architecture, **more)), tile_rows=32)
 
 
 def table(index: int = 0, num_blocks: int = 16) -> BlockTable:
