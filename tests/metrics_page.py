@@ -16,7 +16,11 @@ def page_of(server: TritonServer, model: str) -> MetricsPage:
 
 
 def settled(
-    server: TritonServer, model: str, condition: Callable[[MetricsPage], bool], what: str
+    server: TritonServer,
+    model: str,
+    condition: Callable[[MetricsPage], bool],
+    what: str,
+    limit_s: float = WAIT_S,
 ) -> MetricsPage:
     """A page of which this is true, and that is no half of an update: so was the one before."""
     pages = [page_of(server, model)]
@@ -26,5 +30,5 @@ def settled(
         is_same = pages[-1].values == pages[-2].values
         return pages[-1] if is_same and condition(pages[-1]) else None
 
-    found: MetricsPage = wait_for(look, WAIT_S, what)
+    found: MetricsPage = wait_for(look, limit_s, what)
     return found

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 from flowprefill.bench.metrics_page import ENDS, MetricsPage
@@ -23,6 +27,12 @@ ELSEWHERE = {
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
 HALF = 50
 """Streams over gRPC; as many over the OpenAI endpoint."""
+AT_REST_S = 2.0
+"""From the last client's leaving until no gauge shows anything, as docs/metrics.md has it."""
+SLACK_S = 3.0
+"""For servers, clients and this test on two cores that others use as well."""
+PROBE_S = 0.05
+"""Of most answers to a probe; `flowprefill bench scenarios` has the 99th percentile."""
 LONG_PROMPT = "All work and no play makes Jack a dull boy. " * 600  # about 7,200 tokens
 
 
@@ -31,6 +41,24 @@ def urls(server: TritonServer, openai_port: int) -> list[str]:
     triton, api = f"http://{server.http_url}/v2", f"http://127.0.0.1:{openai_port}"
     return [f"{triton}/health/ready", f"{triton}/health/live", f"{triton}/models/{MODEL}/ready",
             server.metrics_url, f"{api}/health", f"{api}/v1/models"]  # fmt: skip
+
+
+class Probes:
+    """Asks control endpoints one after another, and notes how long each takes."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._took_s: dict[str, list[float]] = defaultdict(list)
+        self._urls = urls
+
+    def ask(self) -> None:
+        for url in self._urls:
+            begin_s = time.monotonic()
+            assert status(url) == 200, url
+            self._took_s[url].append(time.monotonic() - begin_s)
+
+    def assert_prompt(self) -> None:
+        medians_s = {url: median(times) for url, times in self._took_s.items()}
+        assert max(medians_s.values()) < PROBE_S, medians_s
 
 
 def test_a_mass_departure_leaves_no_gauge_behind(
@@ -62,11 +90,12 @@ def test_a_mass_departure_leaves_no_gauge_behind(
             "all are on the page",
         )
         settled(server, small_model, is_busy, "what they hold is on the page")
-        assert len(streams) == HALF
+        del streams  # until here: a stream that nobody holds is cancelled
     for connection in connections:
         connection.close()
     # Nothing is sent any more: whatever comes to rest does so by itself.
-    page = settled(server, small_model, is_idle, "the gauges are at rest")
+    limit_s = AT_REST_S + SLACK_S
+    page = settled(server, small_model, is_idle, "the gauges are at rest", limit_s)
     ended = counts(page)
     assert page.num_lost() == 0
     assert ended["started"] == ended["finished"] + ended["cancelled"] == 2 * HALF
@@ -77,11 +106,13 @@ def test_control_endpoints_answer_during_a_prefill(
     server: TritonServer, openai_port: int, client: Client
 ) -> None:
     """Row 28, llama.cpp#24866: /metrics and /health do not answer while a prompt is processed."""
+    probes = Probes(urls(server, openai_port))
     with client.stream(LONG_PROMPT, ttft_slo_ms=3_600_000):
         wait_for(lambda: client.engine_stats()["num_prefilling"], what="the prefill has begun")
         for _ in range(10):
-            assert [status(url) for url in urls(server, openai_port)] == [200] * 6
+            probes.ask()
         assert client.engine_stats()["num_prefilling"] == 1  # nobody waited for its end
+    probes.assert_prompt()
 
 
 def test_control_endpoints_answer_while_large_bodies_are_read(
@@ -99,12 +130,13 @@ def test_control_endpoints_answer_while_large_bodies_are_read(
         answer = ask_triton(server, MODEL, "generate", {"text_input": text})
         assert "text_input has 30000000 bytes" in answer
 
-    num_answers = 0
+    probes, num_rounds = Probes(urls(server, openai_port)), 0
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send_large)
         while not sent.done():
-            assert [status(url) for url in urls(server, openai_port)] == [200] * 6
-            num_answers += 1
+            probes.ask()
+            num_rounds += 1
     sent.result()
-    assert num_answers > 1
+    assert num_rounds > 1
+    probes.assert_prompt()
     assert first + "".join(delta.text for delta in stream) == alone
