@@ -30,10 +30,12 @@ from flowprefill.server_layout import (
 )
 from flowprefill.server_log import (
     EXIT_TIMEOUT_VARIABLE,
+    GAVE_UP_FILE,
     HTTP_ADDRESS_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_FD_VARIABLE,
     ServerLog,
+    check_log_arguments,
 )
 from flowprefill.thread_stacks import thread_stacks
 
@@ -56,7 +58,7 @@ class ServerOptions:
 
     model_repository: Path
     host: str = "127.0.0.1"
-    """Address that HTTP, gRPC and metrics listen on."""
+    """Address that HTTP, gRPC and metrics listen on; a name becomes its IPv4 address."""
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
@@ -69,12 +71,18 @@ class ServerOptions:
     """Let clients load and unload models though `host` can be reached from other machines. A load
     may bring files of its own, Python code among them: it is as good as a login."""
     extra_args: tuple[str, ...] = ()
-    """Passed to tritonserver as they are."""
+    """Passed to tritonserver as they are; none that changes its log, which is read here."""
 
     def __post_init__(self) -> None:
         if ":" in self.host:  # tritonserver would put the port behind it with another colon
             message = f"host={self.host!r}: must be an IPv4 address or a name"
             raise ServerStartError(message)
+        try:  # tritonserver's HTTP server understands no names
+            object.__setattr__(self, "host", socket.gethostbyname(self.host))
+        except (OSError, UnicodeError) as error:
+            message = f"host={self.host!r}: no IPv4 address of that name: {error}"
+            raise ServerStartError(message) from None
+        check_log_arguments(self.extra_args)
 
     @property
     def has_model_control(self) -> bool:
@@ -141,6 +149,11 @@ class TritonServer:
     def log(self) -> ServerLog:
         """What tritonserver and the backend wrote."""
         return self._log
+
+    @property
+    def has_failed_engine(self) -> bool:
+        """A model's engine was given up: the model answers errors alone from now on."""
+        return self._files is not None and (self._files.run_dir / GAVE_UP_FILE).exists()
 
     @property
     def stop_problem(self) -> str | None:

@@ -13,6 +13,8 @@ import threading
 from collections import deque
 from typing import IO, NamedTuple
 
+from flowprefill.errors import ServerStartError
+
 _LINE = re.compile(r'^([IWEF])\d{4} [\d:.]+ \d+ (\S+)\] "?(.*?)"?$')
 _LOAD_FAILURE = re.compile(r"^(failed to load '[^']*' version|Poll failed for model)")
 _STOPPING = re.compile(r"^\[flowprefill\] (.+) is stopping$")
@@ -31,6 +33,10 @@ EXIT_TIMEOUT_VARIABLE = "FLOWPREFILL_EXIT_TIMEOUT_S"
 RUN_DIR_VARIABLE = "FLOWPREFILL_RUN_DIR"
 """Environment variable: a directory of the running server, in which its models leave files."""
 
+GAVE_UP_FILE = "engine-gave-up"
+"""A file in it: some model's engine is not restarted any more. Not a line of the log, for clients
+too can switch off what is logged (v2/logging)."""
+
 HTTP_ADDRESS_VARIABLE = "FLOWPREFILL_HTTP_ADDRESS"
 """Environment variable: host:port at which the server answers HTTP on this machine."""
 
@@ -43,6 +49,16 @@ def stopping_line(instance: str) -> str:
 def stopped_line(instance: str, num_cut_short: int) -> str:
     """What it logs once all its requests are answered, some perhaps before their end."""
     return f"[flowprefill] {instance} has stopped, requests cut short: {num_cut_short}"
+
+
+def check_log_arguments(arguments: tuple[str, ...]) -> None:
+    """Raise ServerStartError for one that takes lines from the log that are read here."""
+    for argument in arguments:
+        if argument.startswith("--log-") and not argument.startswith("--log-verbose"):
+            raise ServerStartError(
+                f"{argument}: not possible here, for only tritonserver's whole log tells why a "
+                "start failed and whether a stop cut requests short; --verbose shows all of it"
+            )
 
 
 class LogMessage(NamedTuple):

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 GAVE_UP = "it died too often"
-"""Why an engine is not restarted any more. The launcher looks for it in the log."""
+"""Why an engine is not restarted any more. The backend looks for it, to tell the launcher."""
 
 
 @dataclass(frozen=True)

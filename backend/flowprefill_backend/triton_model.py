@@ -20,12 +20,14 @@ from flowprefill.config import EngineConfig
 from flowprefill.errors import FlowPrefillError, shorten
 from flowprefill.server_log import (
     EXIT_TIMEOUT_VARIABLE,
+    GAVE_UP_FILE,
     HTTP_ADDRESS_VARIABLE,
     RUN_DIR_VARIABLE,
     STOP_FD_VARIABLE,
     stopped_line,
     stopping_line,
 )
+from flowprefill.supervision import GAVE_UP
 from flowprefill_backend import contract
 from flowprefill_backend.claim import Claim
 from flowprefill_backend.unload_watch import UnloadWatch, ask_server
@@ -101,7 +103,7 @@ def load(args: Mapping[str, str]) -> Instance:
         return Instance(
             config,
             tokenizer,
-            lambda on_output: EngineClient(config, on_output, _line_logger(log)),
+            lambda on_output: EngineClient(config, on_output, line_logger(log, os.environ)),
             log,
             unload=(lambda: pb_utils.unload_model(args["model_name"])) if checks_health else None,
             make_page=lambda info: open_page(args, model_config, config, info),
@@ -180,5 +182,18 @@ def follow_stop(instance: Instance, name: str, environ: Mapping[str, str]) -> No
     (log.log_warn if num_cut_short else log.log_info)(stopped_line(name, num_cut_short))
 
 
-def _line_logger(log: Any) -> Callable[[str], None]:
-    return lambda line: log.log_info(f"[flowprefill] {line}")
+def line_logger(log: Any, environ: Mapping[str, str]) -> Callable[[str], None]:
+    """Logs what the engine and its supervision say; the launcher also finds it if they gave up."""
+
+    def write(line: str) -> None:
+        if GAVE_UP not in line:
+            log.log_info(f"[flowprefill] {line}")
+            return
+        log.log_error(f"[flowprefill] {line}")
+        try:
+            if RUN_DIR_VARIABLE in environ:
+                (Path(environ[RUN_DIR_VARIABLE]) / GAVE_UP_FILE).touch()
+        except OSError as error:
+            log.log_error(f"[flowprefill] the launcher cannot know of it: {error}")
+
+    return write

@@ -10,7 +10,9 @@ import pytest
 import triton_python_backend_utils as pb_utils
 
 from flowprefill.config import EngineConfig
-from flowprefill_backend.triton_model import TritonPythonModel
+from flowprefill.server_log import GAVE_UP_FILE, RUN_DIR_VARIABLE
+from flowprefill.supervision import GAVE_UP
+from flowprefill_backend.triton_model import TritonPythonModel, line_logger
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +79,22 @@ def test_the_stub_s_entry_point_offers_the_model_class() -> None:
     namespace: dict[str, Any] = {}
     exec((ROOT / "backend" / "model.py").read_text(), namespace)
     assert namespace["TritonPythonModel"] is TritonPythonModel
+
+
+def test_an_engine_that_was_given_up_leaves_a_file_for_the_launcher(tmp_path: Path) -> None:
+    left = tmp_path / GAVE_UP_FILE
+    write = line_logger(pb_utils.Logger, {RUN_DIR_VARIABLE: str(tmp_path)})
+    write("the engine failed: engine cannot load: no such file")  # of a model loaded by a client
+    assert not left.exists()
+    write(f"the engine failed: {GAVE_UP}; last: killed by SIGKILL")
+    assert left.exists()
+
+
+@pytest.mark.parametrize("environ", [{}, {RUN_DIR_VARIABLE: "/nowhere"}])
+def test_an_engine_that_was_given_up_is_logged_without_a_launcher_too(
+    environ: dict[str, str],
+) -> None:
+    pb_utils.Logger.lines.clear()
+    line_logger(pb_utils.Logger, environ)(f"the engine failed: {GAVE_UP}; last: killed")
+    assert pb_utils.Logger.lines[0] == f"[flowprefill] the engine failed: {GAVE_UP}; last: killed"
+    assert len(pb_utils.Logger.lines) == 1 + bool(environ)

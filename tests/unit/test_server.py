@@ -224,6 +224,35 @@ def test_an_address_that_tritonserver_cannot_listen_on_is_named(host: str) -> No
         ServerOptions(Path(), host=host)
 
 
+def test_a_name_is_turned_into_the_address_that_tritonserver_understands(
+    arguments_of: Callable[..., str],
+) -> None:
+    arguments = arguments_of(host="localhost")
+    for option in ("http", "grpc", "metrics"):
+        assert f"--{option}-address=127.0.0.1 " in arguments
+    assert "--model-control-mode=explicit" in arguments
+
+
+def test_a_name_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(ServerStartError, match=r"^host='xxxx.*': no IPv4 address of that name"):
+        ServerOptions(Path(), host="x" * 70)
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    with pytest.raises(ServerStartError, match=r"^host='nowhere': .*Name or service not known"):
+        ServerOptions(Path(), host="nowhere")
+
+
+@pytest.mark.parametrize(
+    "argument", ["--log-info=false", "--log-error=0", "--log-file=/tmp/log", "--log-format=ISO8601"]
+)
+def test_arguments_that_would_take_lines_from_the_log_are_refused(argument: str) -> None:
+    with pytest.raises(ServerStartError, match=f"^{argument}: .*; --verbose shows all of it$"):
+        ServerOptions(Path(), extra_args=("--log-verbose=1", argument))
+    ServerOptions(Path(), extra_args=("--log-verbose=1",))
+
+
 def write_log(log: ServerLog, text: str) -> None:
     """Let `log` read `text` from a pipe that ends after it."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
