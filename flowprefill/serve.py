@@ -15,7 +15,6 @@ from flowprefill.server import TritonServer
 from flowprefill.server_log import ServerLog, parse_line
 from flowprefill.stop_signals import StopSignals
 from flowprefill.stub_watch import StubWatch
-from flowprefill.supervision import GAVE_UP
 
 _LOOK_S = 0.2
 _OWN = "[flowprefill] "
@@ -27,8 +26,6 @@ class LogView:
 
     def __init__(self, log: ServerLog, verbose: bool) -> None:
         self.console = Console(stderr=True, highlight=False)
-        self.has_failed_engine = False
-        """An engine was given up: its model answers errors alone."""
         self._log = log
         self._verbose = verbose
 
@@ -39,21 +36,15 @@ class LogView:
     def show_new(self) -> None:
         """Show what was logged since the last time."""
         for line in self._log.new_lines():
-            self.note(line)
             message = parse_line(line)
             if self._verbose or (message and (message.level != "I" or _OWN in message.text)):
                 self.say(line)
-
-    def note(self, line: str) -> None:
-        """Look whether a line tells of an engine that was given up."""
-        self.has_failed_engine |= _OWN in line and GAVE_UP in line
 
     def start(self, server: TritonServer, timeout_s: float, stopping: threading.Event) -> None:
         """Start `server` and wait until it is ready, with its progress in one line."""
         with self.console.status("starting tritonserver") as status:
 
             def show(line: str) -> None:
-                self.note(line)
                 if self._verbose:
                     self.say(line)
                 elif f"{_OWN}loading" in line:
@@ -138,9 +129,9 @@ def _why_over(
         view.show_new()
         last_line = server.log.text().rstrip().rsplit("\n", 1)[-1]
         return f"tritonserver ended by itself; its last line: {last_line}"
-    if openai and not openai.is_alive():
-        return "the OpenAI endpoint ended by itself"
-    if view.has_failed_engine:
+    if openai and not openai.tend():
+        return "the OpenAI endpoint died too often"
+    if server.has_failed_engine:
         return "a model's engine failed for good; only a new server can serve it"
     if stubs.has_dead_stub():
         return "a model's process died; only a new server can serve it"

@@ -3,122 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from http.client import HTTPConnection
 from typing import Any
 
-import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from flowprefill.openai.app import Endpoint, Settings
 from flowprefill.openai.body import MAX_BODY_BYTES
 from flowprefill.openai.models import ModelDirectory
-from flowprefill.openai.process import OpenAIProcess
 from flowprefill.openai.schemas import CompletionRequest
-from flowprefill.openai.server import DrainingServer, make_server
-from flowprefill.server import free_ports
 from flowprefill_client.answer import Recorder
-from tests.unit.test_client import FakeTriton
-
-WAIT_S = 10.0
-DECOUPLED = {"m": True, "vllm": True, "facade": False}
-
-
-class FakeServer(FakeTriton):
-    """FakeTriton with a repository: `m`, vLLM's, and a facade that is not decoupled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.models = list(DECOUPLED)
-
-    def ServerLive(self, request: Any, context: Any) -> Any:
-        return service_pb2.ServerLiveResponse(live=True)
-
-    def RepositoryIndex(self, request: Any, context: Any) -> Any:
-        models = [{"name": name, "state": "READY"} for name in self.models]
-        return service_pb2.RepositoryIndexResponse(models=models)
-
-    def ModelConfig(self, request: Any, context: Any) -> Any:
-        answer = service_pb2.ModelConfigResponse()
-        answer.config.input.add(name="sampling_parameters")
-        if request.name == "m":  # of this backend
-            answer.config.input.add(name="return_timing")
-        answer.config.model_transaction_policy.decoupled = DECOUPLED[request.name]
-        return answer
-
-
-@dataclass
-class Running:
-    """The endpoint and what it stands in front of."""
-
-    fake: FakeServer
-    grpc_server: Any
-    endpoint: Endpoint
-    server: DrainingServer
-    thread: threading.Thread
-    port: int
-
-    def ask(
-        self, body: dict[str, Any] | bytes | None, path: str = "/v1/completions", **headers: str
-    ) -> tuple[int, Any]:
-        """Status, and JSON or the lines of a stream."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        data = json.dumps({"model": "m", **body}).encode() if isinstance(body, dict) else body
-        connection.request("GET" if data is None else "POST", path, data, headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        if response.getheader("content-type") == "application/json":
-            return response.status, json.loads(text)
-        return response.status, text.split("\n\n")
-
-    def send(self, body: dict[str, Any]) -> socket.socket:
-        """An open connection on which a request was sent."""
-        data = json.dumps({"model": "m", **body}).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
-        return connection
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition never held"
-        time.sleep(0.005)
-
-
-@pytest.fixture
-def running() -> Iterator[Running]:
-    fake = FakeServer()
-    grpc_server = grpc.server(ThreadPoolExecutor(8))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, grpc_server)
-    grpc_port = grpc_server.add_insecure_port("127.0.0.1:0")
-    grpc_server.start()
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    settings = Settings(
-        f"127.0.0.1:{grpc_port}", keep_alive_s=0.02, exit_timeout_s=0.2, engines_s=0.05
-    )
-    endpoint = Endpoint(settings)
-    server = make_server(endpoint, "127.0.0.1", port)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    wait_for(lambda: server.started)
-    assert endpoint.models.is_ready
-    yield Running(fake, grpc_server, endpoint, server, thread, port)
-    server.drain()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    grpc_server.stop(None).wait()
+from tests.unit.openai.conftest import WAIT_S, Running, wait_for
 
 
 def test_an_error_behind_the_first_text_is_an_event_and_no_done_follows(running: Running) -> None:
@@ -359,39 +254,3 @@ def test_a_bug_does_not_end_the_following_of_models(
         assert failed.wait(WAIT_S)
     running.fake.models = []
     wait_for(lambda: running.ask(None, "/health")[0] == 503)
-
-
-@pytest.fixture
-def launched(running: Running) -> Iterator[OpenAIProcess]:
-    """A process of its own in front of the same server, which has no model to ask by then."""
-    running.fake.models = []
-    (port,) = free_ports(1)
-    process = OpenAIProcess("127.0.0.1", port, running.endpoint.settings.grpc_url, 0)
-    process.start(threading.Event())
-    yield process
-    assert process.stop()
-
-
-def test_the_launcher_does_not_wait_for_a_model(launched: OpenAIProcess) -> None:
-    assert launched.is_alive()
-
-
-def test_a_proxy_of_the_environment_is_not_used_for_the_model_server(
-    running: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    (port,) = free_ports(1)
-    process = OpenAIProcess("127.0.0.1", port, running.endpoint.settings.grpc_url, 0)
-    try:
-        process.start(threading.Event())
-        connection = HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-        connection.request("GET", "/health")
-        assert connection.getresponse().status == 200
-        connection.close()
-    finally:
-        assert process.stop()
-
-
-def test_no_signal_of_the_launcher_s_terminal_reaches_the_endpoint(launched: OpenAIProcess) -> None:
-    assert launched._process is not None
-    assert os.getsid(launched._process.pid) == launched._process.pid
