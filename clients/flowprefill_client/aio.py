@@ -18,6 +18,7 @@ from flowprefill_client.errors import ServerError
 from flowprefill_client.messages import (
     CHANNEL_OPTIONS,
     CONTROL_TIMEOUT_S,
+    OWN_CONNECTION,
     Prompt,
     cancel_request,
     generate_request,
@@ -78,11 +79,18 @@ class AsyncClient:
     Belongs to the event loop that runs when it is made.
     """
 
-    def __init__(self, url: str = "localhost:8001", model: str = "smollm2") -> None:
-        """`url` is host:port of tritonserver's gRPC endpoint. Connects at the first request."""
+    def __init__(
+        self, url: str = "localhost:8001", model: str = "smollm2", *, own_connection: bool = False
+    ) -> None:
+        """`url` is host:port of tritonserver's gRPC endpoint. Connects at the first request.
+
+        Clients of one process share a connection, but for those with `own_connection`: what hangs
+        with one ends when its client is closed.
+        """
         asyncio.get_running_loop()  # raises here rather than at a later, stranger place
         self._model = model
-        self._channel = grpc.aio.insecure_channel(url, options=CHANNEL_OPTIONS)
+        options = [*CHANNEL_OPTIONS, *OWN_CONNECTION] if own_connection else CHANNEL_OPTIONS
+        self._channel = grpc.aio.insecure_channel(url, options=options)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(

@@ -29,6 +29,8 @@ CHANNEL_OPTIONS = [
     # gRPC's own limit is two minutes without a try, long after a server has come back.
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+"""Else gRPC's channels of one process to one address share a connection as long as it lasts."""
 CONTROL_TIMEOUT_S = 10.0
 """Control requests never wait for the device, so a longer silence is a fault."""
 

@@ -28,6 +28,7 @@ from flowprefill.openai.translate import Generation, chat_generations, completio
 from flowprefill_client import AsyncClient, ServerError
 
 STOPPING = "the server is stopping"
+SILENT = "the model server does not answer any more"
 FIRST_EVENT_WAIT_S = 1.0
 """How long a stream's headers are held back: an error within it still becomes a status."""
 
@@ -44,7 +45,10 @@ class Settings:
     """How long running answers may take once this server is draining."""
     engines_s: float | None = 5.0
     """How soon an engine that failed for good is noticed; tritonserver counts each question as a
-    request of the model. None: not at all, where the launcher notices it in the log."""
+    request of the model. None: not at all, where the launcher notices it."""
+    silence_s: float = 15.0
+    """After so long without a word of the model server running answers are given up: a host that
+    vanished closes no connection."""
 
 
 class Endpoint:
@@ -59,7 +63,12 @@ class Endpoint:
     @contextlib.asynccontextmanager
     async def open(self, app: FastAPI) -> AsyncIterator[None]:
         """The lifespan of the application."""
-        self.models = ModelDirectory(self.settings.grpc_url, self.settings.engines_s)
+        self.models = ModelDirectory(
+            self.settings.grpc_url,
+            self.settings.engines_s,
+            self.settings.silence_s,
+            on_silence=lambda: self.end_answers(SILENT),
+        )
         await self.models.refresh()
         following = asyncio.create_task(self.models.follow())
         yield
@@ -71,10 +80,10 @@ class Endpoint:
         """Answers that are under way."""
         return len(self._tasks)
 
-    def end_answers(self) -> None:
+    def end_answers(self, why: str = STOPPING) -> None:
         """Fail all that have not ended: their clients are told so."""
         for answers in list(self._answers):
-            answers.fail(ServerError(STOPPING, "UNAVAILABLE"))
+            answers.fail(ServerError(why, "UNAVAILABLE"))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""

@@ -20,11 +20,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from flowprefill.openai.errors import ApiError
 from flowprefill_client import AsyncClient, ServerError
-from flowprefill_client.messages import CHANNEL_OPTIONS
+from flowprefill_client.messages import CHANNEL_OPTIONS, OWN_CONNECTION
 
 REFRESH_S = 1.0
 """How soon a loaded or unloaded model is noticed, and a server that came or went."""
-_CALL_TIMEOUT_S = 5.0
 _OWN_INPUT = "return_timing"
 """Only models of this backend have it. Another one would take a question for a prompt."""
 _FAILED = "failed"
@@ -35,13 +34,23 @@ _log = logging.getLogger("flowprefill.openai")
 class ModelDirectory:
     """The models, and a client for each. Belongs to one event loop."""
 
-    def __init__(self, grpc_url: str, engines_s: float | None = None) -> None:
+    def __init__(
+        self,
+        grpc_url: str,
+        engines_s: float | None,
+        silence_s: float,
+        on_silence: Callable[[], None],
+    ) -> None:
         """grpc_url: host:port of tritonserver's gRPC endpoint
-        engines_s: between two questions for the state of an engine; None: no questions"""
+        engines_s: between two questions for the state of an engine; None: no questions
+        on_silence: called when nothing was answered for `silence_s`; connections are new then"""
         self._grpc_url = grpc_url
         self._engines_s = engines_s
-        self._channel = grpc.aio.insecure_channel(grpc_url, options=CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._silence_s = silence_s
+        self._call_timeout_s = silence_s / 3
+        self._on_silence = on_silence
+        self._silent_since_s: float | None = None
+        self._connect()
         # Kept when a model unloads: answers that are under way still come through its client.
         self._clients: dict[str, AsyncClient] = {}
         self._since_s: dict[str, int] = {}  # of those that are ready
@@ -75,6 +84,7 @@ class ModelDirectory:
 
     async def refresh(self) -> None:
         """Ask tritonserver; it answers without its models."""
+        begin_s = time.monotonic()
         try:
             live = await self._ask("ServerLive", service_pb2.ServerLiveRequest())
             query = service_pb2.RepositoryIndexRequest(ready=True)
@@ -84,7 +94,9 @@ class ModelDirectory:
                 await self._add(name)
         except grpc.RpcError:
             self._is_live = False
+            await self._note_silence(begin_s)
             return
+        self._silent_since_s = None
         for name in self._since_s.keys() - names:
             del self._since_s[name]
         for noted in (self._others, self._own, self._failed):
@@ -107,10 +119,36 @@ class ModelDirectory:
     async def close(self) -> None:
         # A question that is dropped just before its end would hold the model in tritonserver.
         if self._questions:
-            await asyncio.wait(self._questions, timeout=_CALL_TIMEOUT_S)
+            await asyncio.wait(self._questions, timeout=self._call_timeout_s)
         for client in self._clients.values():
             await client.close()
         await self._channel.close()
+
+    def _connect(self) -> None:
+        """Connections are made by the first calls."""
+        options = [*CHANNEL_OPTIONS, *OWN_CONNECTION]
+        self._channel = grpc.aio.insecure_channel(self._grpc_url, options=options)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def _note_silence(self, begin_s: float) -> None:
+        """A question that was asked at `begin_s` was not answered."""
+        if self._silent_since_s is None:
+            self._silent_since_s = begin_s
+        if time.monotonic() - self._silent_since_s < self._silence_s:
+            return
+        self._silent_since_s = None  # the next time after as long again
+        self._on_silence()
+        # The old connections may lead to a host that is no more. Without keep-alive, which
+        # tritonserver allows every five minutes only, they would for a quarter of an hour.
+        channel, clients = self._channel, self._clients
+        self._connect()
+        self._clients = {name: self._make_client(name) for name in clients}
+        for client in clients.values():
+            await client.close()
+        await channel.close(self._call_timeout_s)  # somebody's question may be under way
+
+    def _make_client(self, name: str) -> AsyncClient:
+        return AsyncClient(self._grpc_url, name, own_connection=True)
 
     async def _add(self, name: str) -> None:
         query = service_pb2.ModelConfigRequest(name=name)
@@ -119,7 +157,7 @@ class ModelDirectory:
             inputs = {tensor.name for tensor in config.input}
             if config.model_transaction_policy.decoupled and "sampling_parameters" in inputs:
                 if name not in self._clients:
-                    self._clients[name] = AsyncClient(self._grpc_url, name)
+                    self._clients[name] = self._make_client(name)
                 self._since_s[name] = int(time.time())
                 if _OWN_INPUT in inputs:
                     self._own.add(name)
@@ -135,7 +173,7 @@ class ModelDirectory:
                 self._failed.discard(name)
 
     async def _ask(self, method: str, query: Any) -> Any:
-        return await getattr(self._stub, method)(query, timeout=_CALL_TIMEOUT_S)
+        return await getattr(self._stub, method)(query, timeout=self._call_timeout_s)
 
 
 async def _repeat(work: Callable[[], Awaitable[None]], pause_s: float) -> None:
