@@ -153,3 +153,9 @@ def test_a_body_that_would_end_a_server_reaches_none(
     assert post(proxy, "/small", "content-length: 2\r\n", b"{}") == 200
     assert post(proxy, "/v2/repository/models/m/unload", "") == 200
     assert proxy.health["HTTP"].posted == ["/small", "/v2/repository/models/m/unload"]
+
+
+def test_http_2_cannot_bring_a_body_of_unknown_length(proxy: Proxy) -> None:
+    with socket.create_connection(("127.0.0.1", proxy.http_port), timeout=10) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
