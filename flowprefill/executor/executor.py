@@ -19,7 +19,8 @@ class RunReport:
     started_s: float
     """When its first slice started on the device."""
     busy_s: float
-    """Until it was done, or left: what was launched by then may still run."""
+    """Until it was done, or left: what was launched by then may still run, and is in no stretch's
+    time."""
     profiled_s: float
     """What the profile says of its slices."""
 
