@@ -118,9 +118,10 @@ def serve(
 ) -> None:
     """Start tritonserver with the FlowPrefill backend; stop it on SIGINT or SIGTERM.
 
-    A second signal does not wait for running requests. Arguments after `--` go to tritonserver as
-    they are. Exit code 0: all that ran was answered within the exit timeout; 1: something was cut
-    short, or it did not start, died or was killed, or a model cannot be served any more.
+    A second signal does not wait for running requests. Arguments after `--` go to tritonserver, but
+    no `--log-...` except `--log-verbose`. Exit code 0: all that ran was answered within the exit
+    timeout; 1: something was cut short, or it did not start, died or was killed, or a model cannot
+    be served any more.
     """
     from flowprefill.open_files import allow_many_files
     from flowprefill.openai.process import OpenAIProcess

@@ -67,7 +67,7 @@ class Endpoint:
             self.settings.grpc_url,
             self.settings.engines_s,
             self.settings.silence_s,
-            on_silence=lambda: self.end_answers(SILENT),
+            on_silence=self._on_silence,
         )
         await self.models.refresh()
         following = asyncio.create_task(self.models.follow())
@@ -79,6 +79,12 @@ class Endpoint:
     def num_live(self) -> int:
         """Answers that are under way."""
         return len(self._tasks)
+
+    def _on_silence(self) -> bool:
+        """Whether running answers were given up; in a drain they have until the exit timeout."""
+        if not self.is_draining:
+            self.end_answers(SILENT)
+        return not self.is_draining
 
     def end_answers(self, why: str = STOPPING) -> None:
         """Fail all that have not ended: their clients are told so."""

@@ -39,11 +39,12 @@ class ModelDirectory:
         grpc_url: str,
         engines_s: float | None,
         silence_s: float,
-        on_silence: Callable[[], None],
+        on_silence: Callable[[], bool],
     ) -> None:
         """grpc_url: host:port of tritonserver's gRPC endpoint
         engines_s: between two questions for the state of an engine; None: no questions
-        on_silence: called when nothing was answered for `silence_s`; connections are new then"""
+        on_silence: called when nothing was answered for `silence_s`; if it returns True,
+        connections are new then"""
         self._grpc_url = grpc_url
         self._engines_s = engines_s
         self._silence_s = silence_s
@@ -92,9 +93,12 @@ class ModelDirectory:
             names = {model.name for model in index.models}
             for name in sorted(names - self._since_s.keys() - self._others):
                 await self._add(name)
-        except grpc.RpcError:
+        except grpc.RpcError as error:
             self._is_live = False
-            await self._note_silence(begin_s)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                await self._note_silence(begin_s)
+            else:  # the host is there: a server that stops refuses questions and goes on answering
+                self._silent_since_s = None
             return
         self._silent_since_s = None
         for name in self._since_s.keys() - names:
@@ -137,7 +141,8 @@ class ModelDirectory:
         if time.monotonic() - self._silent_since_s < self._silence_s:
             return
         self._silent_since_s = None  # the next time after as long again
-        self._on_silence()
+        if not self._on_silence():
+            return
         # The old connections may lead to a host that is no more. Without keep-alive, which
         # tritonserver allows every five minutes only, they would for a quarter of an hour.
         channel, clients = self._channel, self._clients

@@ -373,7 +373,8 @@ def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
     assert run.exit_code == 0
     result = json.loads(run.stdout.splitlines()[-1])
     for name, points in result["cells"].items():
-        assert len(points) >= 2, name
+        # on both sides of the highest load, which a slow machine may not have on the grid
+        assert len(points) >= 2 or points[0]["load"] == snap(MIN_LOAD), name
         assert (SCALE_LOAD in [p["load"] for p in points]) is (name == "fcfs/whole")
         assert all(set(p["attainment_by_class"]) == {"search", "text"} for p in points)
         highest, low, high = result["max_load_90"][name]

@@ -79,7 +79,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield response(json.dumps({"num_decisions": 3}), "stop")
         elif "record_timeline" in request.parameters:
             yield from self.record(request.parameters["record_timeline"].double_param)
-        elif kind == "bad":
+        elif kind in ("bad", "bad beside one that waits"):
+            assert kind == "bad" or self.live.acquire(timeout=WAIT_S)
             yield error("[INVALID_ARG] Error generating stream: ttft_slo_ms=-1: must be > 0")
         elif kind == "late":
             yield response("so far ")

@@ -32,8 +32,13 @@ class FakeServer(FakeTriton):
     def __init__(self) -> None:
         super().__init__()
         self.models = list(DECOUPLED)
+        self.refuses_questions = False  # as a server that stops, and still answers
+        self.num_refused = 0
 
     def ServerLive(self, request: Any, context: Any) -> Any:
+        if self.refuses_questions:
+            self.num_refused += 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "stopping")
         return service_pb2.ServerLiveResponse(live=True)
 
     def RepositoryIndex(self, request: Any, context: Any) -> Any:

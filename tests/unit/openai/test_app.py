@@ -42,7 +42,9 @@ def test_a_stream_that_fails_first_is_a_status(running: Running) -> None:
 
 
 def test_the_failure_of_one_choice_ends_the_others(running: Running) -> None:
-    status, answer = running.ask({"prompt": ["wait", "bad"], "request_id": "two"})
+    status, answer = running.ask(
+        {"prompt": ["wait", "bad beside one that waits"], "request_id": "two"}
+    )
     assert (status, answer["error"]["param"]) == (400, "ttft_slo_ms")
     wait_for(lambda: running.fake.ended_early == ["cmpl-two-0"])
 

@@ -88,3 +88,12 @@ def test_answers_of_a_host_that_vanished_fail_and_the_next_ones_come_over_new_co
     assert (status, whole_status) == (200, 503)
     assert SILENT in events[-2] and SILENT in answer["error"]["message"]
     wait_for(lambda: running.ask({"prompt": "hello"})[0] == 200)
+
+
+def test_a_server_that_refuses_questions_is_not_silent(running: Running) -> None:
+    connection = running.send({"prompt": "wait", "stream": True, "request_id": "kept"})
+    with connection:
+        assert running.fake.live.acquire(timeout=WAIT_S)
+        running.fake.refuses_questions = True
+        wait_for(lambda: running.fake.num_refused == 4)  # a second apart: over silence_s
+        assert (running.endpoint.num_live, running.fake.ended_early) == (1, [])
