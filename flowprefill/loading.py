@@ -19,7 +19,7 @@ from flowprefill.host_cpu import cpu_model, num_cpus
 from flowprefill.host_memory import available_bytes
 from flowprefill.interrupt import Interrupt
 from flowprefill.kv.block_table import BlockTable
-from flowprefill.kv.cache import KVCache
+from flowprefill.kv.cache import KVCache, blocks_in
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.predictor.profiler import Profiler
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 _DEFAULT_CPU_SEQUENCES = 4
 """Requests of max_model_len in the KV cache of a CPU, unless model.json says otherwise or that were
 over half of the free memory."""
-
-_MIN_KV_TOKENS = 256
-"""KV cache that a useful engine has at least, unless max_model_len is smaller."""
 
 
 @dataclass(frozen=True)
@@ -269,10 +266,7 @@ def num_kv_blocks(
     block_bytes = config.block_size * token_bytes
     need = -(-spec.max_position_embeddings // config.block_size) * block_bytes
     memory, setting = kv_cache_bytes_on(device, config, need)
-    smallest = min(need, -(-_MIN_KV_TOKENS // config.block_size) * block_bytes)
-    if memory < smallest:
-        raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
-    return memory // block_bytes
+    return blocks_in(memory, setting, block_bytes, config.block_size, spec.max_position_embeddings)
 
 
 def live_bytes_per_token(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -128,15 +128,23 @@ def length_limit(text: Any) -> int | None:
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     if not isinstance(limit, int) or limit < 1:
         return None
+    return max(limit, *(_stretched(rope, limit) for rope in rope_scalings(text)))
+
+
+def rope_scalings(text: Any) -> list[Mapping[str, Any]]:
+    """Of a text_config: one for all layers, or one for each kind of layer."""
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    nested = [kind for kind in rope.values() if isinstance(kind, dict)]
-    return max(limit, *(_stretched(kind, limit) for kind in nested or [rope]))
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """Of one of rope_scalings, under the key of transformers 5 or an older one."""
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _stretched(rope: Mapping[str, Any], limit: int) -> int:
     """The limit as a rotary scaling extends it."""
     factor = rope.get("factor")
-    kind = rope.get("rope_type") or rope.get("type")
-    if kind not in _STRETCHED or not isinstance(factor, (int, float)):
+    if rope_type(rope) not in _STRETCHED or not isinstance(factor, (int, float)):
         return limit
     return int(factor * (rope.get("original_max_position_embeddings") or limit))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flowprefill.errors import ModelLoadError, UnsupportedArchitectureError
-from flowprefill.hooks.availability import text_config
+from flowprefill.hooks.availability import rope_scalings, rope_type, text_config
 from flowprefill.hooks.boundaries import find_boundaries
 from flowprefill.hooks.suspend import Forward, hook
 from flowprefill.kv.host_copies import to_device
@@ -131,7 +131,10 @@ class CausalLM:
         batch reads again."""
         kinds = {type(layer).__name__ for layer in cache.layers}
         self.cache_kinds = ", ".join(sorted(kinds))
-        trial, other = self._decoding(tokens, longer.result.logits[0].float())
+        logits = longer.result.logits[0].float()
+        self.num_logits = logits.shape[-1]
+        """Of a token: the ids that the model can choose from."""
+        trial, other = self._decoding(tokens, logits)
         may_continue = kinds <= _CONTINUED and not is_moving
         self.is_continued = may_continue and any(trial.add(3) for _ in range(_TRIES))
         is_plain = kinds <= _BATCHED and type(cache).__name__ == "DynamicCache"
@@ -262,10 +265,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _has_moving_rope(model: nn.Module) -> bool:
-    config = _text_config(model)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [v for v in rope.values() if isinstance(v, dict)] or [rope]
-    kinds = {str(r.get("rope_type") or r.get("type") or "default") for r in nested}
+    kinds = map(rope_type, rope_scalings(_text_config(model)))
     return any(moving in kind for kind in kinds for moving in _MOVING_ROPE)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from flowprefill.clock import Clock
 from flowprefill.config import EngineConfig
-from flowprefill.errors import ConfigError, ModelLoadError
+from flowprefill.errors import ModelLoadError
 from flowprefill.executor.device import Device, model_dtype
 from flowprefill.granularity import Granularity
 from flowprefill.hooks.availability import HookedSpec, read_spec, text_config
@@ -26,6 +26,7 @@ from flowprefill.hooks.predictor import HookedPredictor, HookedProfiler, make_pr
 from flowprefill.hooks.program import HookedProgram
 from flowprefill.host_cpu import cpu_model
 from flowprefill.kv.block_table import BlockTable
+from flowprefill.kv.cache import blocks_in
 from flowprefill.predictor.profile import Profile
 from flowprefill.predictor.profile_cache import Key, ProfileCache
 from flowprefill.programs.weights import OnProgress
@@ -34,8 +35,6 @@ from flowprefill.version import __version__
 _TILE_ROWS = 256
 _CUDA_TILE_ROWS = 2048
 """Tokens of one forward pass in granularity `tile`: boundaries are as close as a pass is short."""
-_MIN_KV_TOKENS = 256
-"""KV cache that a useful engine has at least, unless max_model_len is smaller."""
 _NUM_STATES = 16
 """Blocks with a recurrent state each that count as one request of max_model_len, if it needs fewer:
 by default there is room for some short requests at once."""
@@ -174,14 +173,11 @@ def load_causal_lm(
 def _with_logits_of(lm: CausalLM, spec: HookedSpec) -> HookedSpec:
     """With the tokens that the model can choose from: some give fewer logits than config.json has
     token ids."""
-    forward = lm.start([0], None)
-    forward.run(lambda: False)
-    width = lm.logits_of(forward).shape[-1]
-    if width > spec.vocab_size:
+    if lm.num_logits > spec.vocab_size:
         raise ModelLoadError(
-            f"{spec.architecture}: {width} logits, but vocab_size={spec.vocab_size}"
+            f"{spec.architecture}: {lm.num_logits} logits, but vocab_size={spec.vocab_size}"
         )
-    return replace(spec, vocab_size=width)
+    return replace(spec, vocab_size=lm.num_logits)
 
 
 def _content(model: nn.Module) -> str:
@@ -203,10 +199,8 @@ def _count_blocks(
     need = -(-spec.max_position_embeddings // block_size) * block_bytes
     states = _NUM_STATES * block_bytes if lm.sequence_bytes else 0
     memory, setting = kv_bytes(max(need, states))
-    smallest = min(need, -(-_MIN_KV_TOKENS // block_size) * block_bytes)
-    if memory < smallest:
-        raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
-    return CountedBlocks(memory // block_bytes, block_size)
+    num_blocks = blocks_in(memory, setting, block_bytes, block_size, spec.max_position_embeddings)
+    return CountedBlocks(num_blocks, block_size)
 
 
 def _block_size(lm: CausalLM, max_tokens: int, block_size: int) -> int:

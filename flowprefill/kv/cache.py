@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flowprefill.errors import ConfigError
 from flowprefill.huge_pages import Arena, aligned
 
 MAX_KEY_TILE = 1024
@@ -12,6 +13,22 @@ MAX_KEY_TILE = 1024
 
 GROUP = 16
 """Tokens, or dimensions, side by side in a vector of the packed layout."""
+
+_MIN_KV_TOKENS = 256
+"""KV cache that a useful engine has at least, unless max_model_len is smaller."""
+
+
+def blocks_in(
+    memory: int, setting: str, block_bytes: int, block_size: int, max_model_len: int
+) -> int:
+    """KV blocks that so many bytes hold. Raises ConfigError if they are too few.
+
+    setting: of model.json, where the bytes come from; block_size: tokens of a block
+    """
+    smallest = -(-min(max_model_len, _MIN_KV_TOKENS) // block_size) * block_bytes
+    if memory < smallest:
+        raise ConfigError(f"model.json: {setting}: the KV cache needs at least {smallest} bytes")
+    return memory // block_bytes
 
 
 class KVCache:

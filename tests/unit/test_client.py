@@ -7,8 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from flowprefill_client import AsyncClient, Client, ServerError, TokenLogprob
+from tests.live_server import wait_for
 
 WAIT_S = 10.0
 
@@ -134,13 +134,6 @@ def triton() -> Iterator[FakeTriton]:
 def client(triton: FakeTriton) -> Iterator[Client]:
     with Client(triton.url, "m") as client:  # type: ignore[attr-defined]
         yield client
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "condition never held"
-        time.sleep(0.005)
 
 
 def client_threads() -> set[threading.Thread]:

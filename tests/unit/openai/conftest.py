@@ -6,8 +6,7 @@ import contextlib
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -20,6 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from flowprefill.openai.app import Endpoint, Settings
 from flowprefill.openai.server import DrainingServer, make_server
 from flowprefill.server import free_ports
+from tests.live_server import wait_for
 from tests.unit.test_client import FakeTriton
 
 WAIT_S = 10.0
@@ -86,13 +86,6 @@ class Running:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         return connection
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition never held"
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from flowprefill.openai.body import MAX_BODY_BYTES
 from flowprefill.openai.models import ModelDirectory
 from flowprefill.openai.schemas import CompletionRequest
 from flowprefill_client.answer import Recorder
-from tests.unit.openai.conftest import WAIT_S, Running, wait_for
+from tests.live_server import wait_for
+from tests.unit.openai.conftest import WAIT_S, Running
 
 
 def test_an_error_behind_the_first_text_is_an_event_and_no_done_follows(running: Running) -> None:

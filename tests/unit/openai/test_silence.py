@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from flowprefill.openai.app import SILENT, Settings
-from tests.unit.openai.conftest import WAIT_S, FakeServer, Running, running_endpoint, wait_for
+from tests.live_server import wait_for
+from tests.unit.openai.conftest import WAIT_S, FakeServer, Running, running_endpoint
 
 
 class Cable:
