@@ -33,7 +33,7 @@ serve: $(READY)
 # Everything that needs neither a GPU nor many minutes. Tests with a server take turns in one process
 # (tests/conftest.py), all others run in the second one meanwhile.
 test: check
-	$(BIN)/pytest -n 2 -m "not gpu and not slow" $(ARGS)
+	$(BIN)/pytest -n 2 --durations 40 --durations-min 5 -m "not gpu and not slow" $(ARGS)
 
 test-long: $(READY)
 	$(BIN)/pytest -m "slow" $(ARGS)

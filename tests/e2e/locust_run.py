@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,6 +51,14 @@ class LocustRun:
         """End it before its time; returns what finish() does."""
         self._process.terminate()
         return self.finish()
+
+    def has_answers(self, names: Collection[str]) -> bool:
+        """Each of them has a first answer in its statistics, which locust writes every second."""
+        try:
+            rows = self.table("stats")
+        except FileNotFoundError:  # it has just begun
+            return False
+        return {row["Name"] for row in rows if int(row["Request Count"] or 0)} >= set(names)
 
     def table(self, name: str) -> list[dict[str, str]]:
         """Rows of PREFIX_name.csv."""

@@ -76,6 +76,11 @@ def test_hol_counts_only_what_happened_between_the_stats() -> None:
     assert (run.preemptions, run.decisions) == (2, 8)
 
 
+def test_hol_gives_the_short_prompt_slack_on_any_machine() -> None:
+    assert hol.short_slo_ms(solo_s=0.045) == hol.SHORT_SLO_MS == 400
+    assert hol.short_slo_ms(solo_s=0.36) == pytest.approx(3 * 360, abs=1)
+
+
 def test_hol_summary_holds_the_agreed_figures() -> None:
     run = hol_run()
     run.blocking_s = [0.002, 0.004]
@@ -94,6 +99,7 @@ def test_hol_summary_holds_the_agreed_figures() -> None:
         "blocking_p99_ms": 3.98,
         "preemptions": 6,
         "decisions": 24,
+        "short_slo_ms": 400.0,
         "long_tokens": 7500,
         "short_tokens": 64,
     }
