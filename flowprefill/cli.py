@@ -126,7 +126,7 @@ def serve(
     from flowprefill.open_files import allow_many_files
     from flowprefill.openai.process import OpenAIProcess
     from flowprefill.serve import run_server
-    from flowprefill.server import ServerOptions, TritonServer, check_port
+    from flowprefill.server import ServerOptions, TritonServer, check_ports
     from flowprefill.stop_signals import StopSignals
 
     allow_many_files()
@@ -146,7 +146,7 @@ def serve(
     server = TritonServer(options)
     openai = None
     if openai_port is not None:
-        check_port(host, openai_port)
+        check_ports(options.host, *options.ports, openai_port)
         openai = OpenAIProcess(host, openai_port, server.grpc_url, exit_timeout_s)
     is_clean = run_server(server, signals, load_timeout_s, verbose, openai)
     raise typer.Exit(0 if is_clean else 1)

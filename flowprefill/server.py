@@ -85,6 +85,11 @@ class ServerOptions:
         check_log_arguments(self.extra_args)
 
     @property
+    def ports(self) -> tuple[int, int, int]:
+        """Of HTTP, gRPC and metrics."""
+        return self.http_port, self.grpc_port, self.metrics_port
+
+    @property
     def has_model_control(self) -> bool:
         """Whether clients may load and unload models."""
         return self.allow_model_control or is_loopback(self.host)
@@ -171,7 +176,7 @@ class TritonServer:
         if not self.options.model_repository.is_dir():
             raise ServerStartError(f"no model repository at {self.options.model_repository}")
         installation = find_installation()
-        check_ports(self.options)
+        check_ports(self.options.host, *self.options.ports)
         self._files = files = ServerFiles()
         backends = lay_out_backends(installation, files.run_dir / "backends")
         stop_fd, self._stop_pipe = os.pipe()
@@ -343,22 +348,20 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_ports(options: ServerOptions) -> None:
-    """Raise ServerStartError naming the first port that cannot be listened on."""
-    for port in (options.http_port, options.grpc_port, options.metrics_port):
-        check_port(options.host, port)
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise ServerStartError if nothing can listen on it now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen()
-        except OSError as error:
-            reason = os.strerror(error.errno or 0).lower()
-            raise ServerStartError(f"port {port} on {host}: {reason}") from None
+def check_ports(host: str, *ports: int) -> None:
+    """Raise ServerStartError naming the first on which nothing can listen, or that comes twice."""
+    with contextlib.ExitStack() as held:
+        for index, port in enumerate(ports):
+            if port and port in ports[:index]:
+                raise ServerStartError(f"port {port} on {host}: asked for twice")
+            probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen()
+            except OSError as error:
+                reason = os.strerror(error.errno or 0).lower()
+                raise ServerStartError(f"port {port} on {host}: {reason}") from None
 
 
 def free_ports(count: int) -> list[int]:

@@ -104,11 +104,16 @@ class Cluster:
 
     def state(self, number: int) -> str:
         """UP, DOWN, DRAIN, ...: how HAProxy sees server 1, 2 or 3."""
+        (state,) = [row["status"] for row in self._rows(number) if row["pxname"] == "grpc_servers"]
+        return state
+
+    def num_passed_on(self, number: int) -> int:
+        """Requests that HAProxy has running at server 1, 2 or 3, over all protocols."""
+        return sum(int(row["scur"]) for row in self._rows(number))
+
+    def _rows(self, number: int) -> list[dict[str, str]]:
         table = csv.DictReader(self.admin("show stat").lstrip("# ").splitlines())
-        states: dict[str, str] = {
-            row["svname"]: row["status"] for row in table if row["pxname"] == "grpc_servers"
-        }
-        return states[f"server-{number}"]
+        return [row for row in table if row["svname"] == f"server-{number}"]
 
     def wait_state(self, number: int, state: str) -> None:
         wait_for(lambda: self.state(number).startswith(state), 10, f"server-{number} {state}")

@@ -87,7 +87,7 @@ def test_haproxy_has_metrics_of_its_own(cluster: Cluster) -> None:
 
 
 def test_a_drained_server_stops_without_one_failed_call(cluster: Cluster, client: Client) -> None:
-    """What a rolling update does with each server: no new calls, the running ones end, stop."""
+    """As docs/deploy.md says: no new calls, wait until HAProxy counts none that run, stop."""
     with ThreadPoolExecutor(6) as pool:
         goes_on = threading.Event()
         goes_on.set()
@@ -100,7 +100,10 @@ def test_a_drained_server_stops_without_one_failed_call(cluster: Cluster, client
 
         load = [pool.submit(keep_asking, number) for number in range(6)]
         wait_for(lambda: cluster.num_running(3), what="a request at server 3")
+        assert cluster.num_passed_on(3) > 0
         cluster.admin("set server grpc_servers/server-3 state drain")
+        wait_for(lambda: not cluster.num_passed_on(3), 60, "all at server 3 are answered")
+        assert cluster.num_running(3) == 0
         is_clean = cluster.servers[2].stop()
         cluster.wait_state(3, "DOWN")
         goes_on.clear()

@@ -100,7 +100,14 @@ def test_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ServerStartError, match=f"port {port} on 127.0.0.1: .*in use"):
-            check_ports(ServerOptions(Path(), grpc_port=port, http_port=0, metrics_port=0))
+            check_ports("127.0.0.1", 0, port, 0)
+
+
+def test_port_for_two_purposes_is_named() -> None:
+    port, other = free_ports(2)
+    with pytest.raises(ServerStartError, match=f"port {port} on 127.0.0.1: asked for twice"):
+        check_ports("127.0.0.1", port, other, port)
+    check_ports("127.0.0.1", port, other)
 
 
 def test_missing_model_repository_is_named(tmp_path: Path) -> None:
