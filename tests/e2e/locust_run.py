@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 LOCUSTFILE = Path(__file__).parents[2] / "clients" / "loadtest" / "locustfile.py"
 TIMEOUT_S = 90.0
-MEETING_TIMEOUT_S = 20.0
+MEETING_TIMEOUT_S = 60.0
 ERROR = "[INVALID_ARG] slo_class: no such class"
 
 
@@ -162,7 +162,10 @@ def http_stand_in(meeting: Meeting) -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # all users connect at once
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
