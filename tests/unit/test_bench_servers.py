@@ -31,6 +31,8 @@ def encode(text: str) -> list[int]:
     return [COMMON_WORDS.index(word) for word in text.split()]
 
 
+TOKENS_PER_S = 8000
+"""So slow that a moment of a busy machine is little of what the long prompt takes."""
 PACE = Pace(lambda: 1.0, 1.0)
 """Of a machine that is always as fast as its profile."""
 
@@ -50,7 +52,7 @@ def progress() -> Iterator[BenchProgress]:
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Contender:
-    spec = PeerSpec("peer", write_stand_in_server(tmp_path), tmp_path, "vllm")
+    spec = PeerSpec("peer", write_stand_in_server(tmp_path, TOKENS_PER_S), tmp_path, "vllm")
     return peer_contender(spec, CONDITIONS, (1.0, 1.0))
 
 

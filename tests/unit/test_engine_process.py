@@ -40,6 +40,7 @@ STAND_IN = "tests.stand_in_engine:StandInEngine"
 QUICK_RESTART = Supervision(backoff_s=0.05, max_deaths=1000)
 QUICK_WEDGE = Supervision(ping_s=0.1, min_wedge_s=0.5, backoff_s=0.05)
 WAIT_S = 10.0
+LONGER_THAN_TESTS_S = 600.0
 ENDLESS = 1_000_000
 
 
@@ -336,7 +337,7 @@ def test_sigkill_ends_every_live_request_and_the_engine_comes_back(
     h.wait(lambda: all(h.outputs[req_id] for req_id in range(5)))
     killed = h.kill()
     for req_id in range(5):
-        end = h.end(req_id, timeout_s=2.0)
+        end = h.end(req_id)
         assert (end.finish_reason, end.error_code) == (FinishReason.ERROR, "UNAVAILABLE")
         assert end.reject_reason is None, "it was in the engine"
         assert end.error_message == f"engine process {killed} was killed by SIGKILL"
@@ -364,23 +365,28 @@ def test_an_engine_whose_thread_ended_does_not_stay_up(harness: Callable[..., Ha
 
 
 @pytest.fixture
-def restarting(harness: Callable[..., Harness], tmp_path: Path) -> Iterator[Harness]:
-    """An engine whose second load waits until the file `gate` is gone."""
+def restarting(
+    harness: Callable[..., Harness], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Harness]:
+    """An engine whose second load waits until the file `gate` is gone. Parameter: how long requests
+    may wait for it."""
     gate = tmp_path / "gate"
-    h = harness(f"second-waits:{gate}", queue_timeout_ms=300.0).start()
+    queue_timeout_s = getattr(request, "param", LONGER_THAN_TESTS_S)
+    h = harness(f"second-waits:{gate}", queue_timeout_ms=1000.0 * queue_timeout_s).start()
     h.kill()
     h.wait_state(EngineState.RESTARTING)
     yield h
     gate.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("restarting", [0.3], indirect=True)
 def test_requests_during_a_restart_wait_for_the_queue_timeout(restarting: Harness) -> None:
     h = restarting
     start_s = time.monotonic()
     assert not h.client.is_healthy
     h.submit(1)
     end = h.end(1)
-    assert 0.3 <= time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s >= 0.3
     assert (end.error_code, end.reject_reason) == ("UNAVAILABLE", "queue_timeout")
     message = str(end.error_message)
     assert message.startswith("the request waited queue_timeout_ms=300 for the engine: engine proc")
@@ -411,9 +417,11 @@ def test_what_waits_for_a_restart_is_bounded_as_the_queue_is(
 def test_a_held_request_that_waited_before_waits_as_much_less(restarting: Harness) -> None:
     restarting.submit(1)
     request = counting_request(2)
-    object.__setattr__(request, "arrival_s", request.arrival_s - 1.0)  # in a parser's queue
+    arrival_s = request.arrival_s - LONGER_THAN_TESTS_S  # in a parser's queue
+    object.__setattr__(request, "arrival_s", arrival_s)
     restarting.client.submit(request)
-    assert restarting.end(2, timeout_s=0.25).reject_reason == "queue_timeout"
+    assert restarting.end(2).reject_reason == "queue_timeout"
+    assert not restarting.ends(1)
 
 
 def test_a_restart_that_hangs_while_it_loads_is_ended(
@@ -432,7 +440,7 @@ def test_a_restart_that_hangs_while_it_loads_is_ended(
 def test_a_held_request_can_be_cancelled(restarting: Harness) -> None:
     restarting.submit(1)
     restarting.client.cancel(1)
-    assert restarting.end(1, timeout_s=0.25).finish_reason is FinishReason.CANCELLED
+    assert restarting.end(1).finish_reason is FinishReason.CANCELLED
 
 
 def test_a_cancel_is_not_lost_while_held_requests_are_handed_over(
@@ -646,7 +654,7 @@ def test_close_of_an_engine_that_does_not_answer_is_bounded(
     h.submit(1, stand_in_engine.SLEEP_FOR_EVER)
     start_s = time.monotonic()
     h.client.close()
-    assert time.monotonic() - start_s < 6.0
+    assert time.monotonic() - start_s < 2 * WAIT_S
     assert h.ends(1)[0].error_code == "UNAVAILABLE"
     assert pid and not is_running(pid)
 
@@ -707,7 +715,7 @@ def test_the_engine_ends_with_a_parent_that_was_killed(first_token: int) -> None
         pid = int(parent.stdout.readline())
         assert is_running(pid)
         parent.kill()
-    deadline_s = time.monotonic() + 2.0
+    deadline_s = time.monotonic() + WAIT_S
     while is_running(pid) and not is_zombie(pid):
         assert time.monotonic() < deadline_s, "the engine outlived its parent"
         time.sleep(0.01)
