@@ -1,7 +1,8 @@
 """A planned replay on an engine in this process: open loop, each request at its own time.
 
 The engine is the one that a server runs, with all of its threads; what is left out is the way
-through tritonserver. Prompts are random token ids.
+through tritonserver. Prompts are random token ids; those of a trace with prefix hashes share what
+these say with others of the same replay, and nothing with those of another.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class EngineReplayer:
         self._live: dict[int, _Live] = {}
         self._ended: list[_Live] = []
         self._next_id = 1
+        self._num_replays = 0
 
     def on_output(self, output: TokenOutput) -> None:
         """Called on the engine's threads."""
@@ -83,6 +85,7 @@ class EngineReplayer:
             thread; False sends nothing more, and the records are of what was sent
         Raises BenchmarkError if the engine ends nothing for minutes.
         """
+        self._num_replays += 1
         requests = [self._make_request(planned, engine.info.vocab_size) for planned in plan]
         records: list[ReplayRecord] = []
         origin_s = time.monotonic() + _LEAD_S - (plan[0].due_s if plan else 0.0)
@@ -106,10 +109,10 @@ class EngineReplayer:
         return Request(req_id, self._prompt(planned, vocab_size), sampling, slo, 0.0)
 
     def _prompt(self, planned: PlannedRequest, vocab_size: int) -> list[int]:
-        """Random token ids; blocks of equal hashes at the same place are equal."""
+        """Random token ids; blocks of equal hashes at the same place of one replay are equal."""
         tokens: list[int] = []
         for block_hash in planned.prefix_hashes:
-            block = random.Random(block_hash)
+            block = random.Random(f"{self._num_replays} {block_hash}")
             tokens += [block.randrange(vocab_size) for _ in range(planned.block_tokens)]
         num_more = max(0, planned.input_tokens - len(tokens))
         tokens += [self._rng.randrange(vocab_size) for _ in range(num_more)]

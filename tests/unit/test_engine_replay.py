@@ -100,6 +100,18 @@ def test_equal_hashes_make_equal_blocks(replayer: EngineReplayer, block_tokens: 
     assert first[end:] != second[end : end + 12]
 
 
+def test_equal_hashes_of_two_replays_share_nothing(
+    replayer: EngineReplayer, engine: Engine
+) -> None:
+    plan = [PlannedRequest(i, 1000.0 * i, 40, 1, GOAL, (7, 8, 9), 16) for i in range(2)]
+    found = [0]
+    for _ in range(2):
+        replayer.run(engine, plan, cut_idle=True)
+        found.append(engine.stats().num_cached_tokens)
+    assert found[1] > 0
+    assert found[2] == 2 * found[1]
+
+
 def test_one_replay_after_the_other(replayer: EngineReplayer, engine: Engine) -> None:
     for _ in range(2):
         assert len(replayer.run(engine, planned(0.0, 0.01))) == 2
