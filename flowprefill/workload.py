@@ -91,7 +91,7 @@ def window(requests: Sequence[TraceRequest], start: int, num_requests: int) -> l
 def scale_rate(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
     """`scale` times as many requests per second: gaps are divided, lengths stay."""
     if not 0 < scale < math.inf:
-        raise ValueError(f"rate scale {scale}: must be finite and > 0")
+        raise TraceError(f"rate scale {scale}: must be finite and > 0")
     return [replace(r, arrival_s=r.arrival_s / scale) for r in requests]
 
 
@@ -117,7 +117,7 @@ def spread_ticks(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
 def scale_lengths(requests: Sequence[TraceRequest], scale: float) -> list[TraceRequest]:
     """Prompts and answers `scale` times as long, one token at least; shared prefixes as well."""
     if not 0 < scale < math.inf:
-        raise ValueError(f"length scale {scale}: must be finite and > 0")
+        raise TraceError(f"length scale {scale}: must be finite and > 0")
     return [_with_scaled_lengths(r, scale) for r in requests]
 
 
@@ -144,7 +144,7 @@ def clip_lengths(
 ) -> list[TraceRequest]:
     """Cut what is longer; a prompt keeps its beginning."""
     if max_input_tokens <= 0 or max_output_tokens <= 0:
-        raise ValueError(f"clip to {max_input_tokens},{max_output_tokens} tokens: must be > 0")
+        raise TraceError(f"clip to {max_input_tokens},{max_output_tokens} tokens: must be > 0")
     return [
         replace(
             r,

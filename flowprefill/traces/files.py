@@ -34,14 +34,14 @@ class Trace:
     """All that a trace file says."""
 
     requests: list[TraceRequest]
-    """Sorted by arrival."""
+    """Sorted by arrival; one at least."""
     format_name: str
     num_dropped: int = 0
     """Rows that are no request to replay: BurstGPT's failed ones."""
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests of a trace file in any known format, sorted by arrival.
+    """The requests of a trace file in any known format, sorted by arrival; one at least.
 
     Raises TraceError naming file and line for anything that is not such a trace.
     """
@@ -67,6 +67,8 @@ def load_trace(path: Path, new_tokens_only: bool = False) -> Trace:
         requests.sort(key=attrgetter("arrival_s"))
     elif any(a.arrival_s > b.arrival_s for a, b in itertools.pairwise(requests)):
         raise TraceError(f"{path}: rows must be sorted by arrival_s")
+    if not requests:
+        raise TraceError(f"{path}: no requests")
     return Trace(requests, format_.name, num_dropped)
 
 

@@ -12,7 +12,7 @@ PREFIX_BLOCK_TOKENS = 512
 
 
 class TraceError(FlowPrefillError):
-    """A trace that cannot be read or is too short; the message names file and line."""
+    """A trace that cannot be read or made into what is asked; the message says where or why."""
 
     code = "INVALID_ARG"
 

@@ -166,9 +166,9 @@ def test_of_the_shipped_traces_only_mooncake_was_recorded_in_ticks() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_senseless_scales_are_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="must be finite and > 0"):
+    with pytest.raises(TraceError, match="must be finite and > 0"):
         scale_rate([], scale)
-    with pytest.raises(ValueError, match="must be finite and > 0"):
+    with pytest.raises(TraceError, match="must be finite and > 0"):
         scale_lengths([], scale)
 
 
@@ -203,7 +203,7 @@ def test_clipping_keeps_the_beginning_of_a_prompt() -> None:
     assert short == requests[1]
     fine = TraceRequest(0.0, "text", 40, 9, (1, 2, 3), block_tokens=16)
     assert clip_lengths([fine], 32, 50)[0].prefix_hashes == (1, 2)
-    with pytest.raises(ValueError, match="must be > 0"):
+    with pytest.raises(TraceError, match="must be > 0"):
         clip_lengths(requests, 0, 50)
 
 

@@ -215,6 +215,15 @@ def test_a_wrong_line_is_refused_by_its_number(tmp_path: Path, text: str, messag
         read_trace(path)
 
 
+@pytest.mark.parametrize(
+    "text", [AZURE_CODE.splitlines()[0], BURSTGPT_HEADER + "45,GPT-4,300,0,300,API log\n"]
+)
+def test_a_trace_of_no_requests_is_refused(tmp_path: Path, text: str) -> None:
+    """Whoever reads it would divide by their number."""
+    with pytest.raises(TraceError, match=r"some_trace: no requests"):
+        read_trace(write(tmp_path, "some_trace", text))
+
+
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "binary.csv"
     path.write_bytes(b"\x1f\x8b\xff\xfe")
