@@ -24,11 +24,18 @@ from flowprefill.bench.options import (
     Records,
     Seed,
     Trace,
+    finite,
     load_config,
 )
 from flowprefill.bench.plotting import check_plots_folder
 from flowprefill.bench.progress import BenchProgress, bench_progress
-from flowprefill.bench.report import describe_machine, describe_run, print_json
+from flowprefill.bench.report import (
+    VOID_EXIT_CODE,
+    describe_machine,
+    describe_run,
+    print_json,
+    print_void,
+)
 
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_outcomes import CellResult
@@ -70,7 +77,12 @@ def run(
     length_divisor: LengthDivisor = 8.0,
     output_tokens: OutputTokens = 1,
     slo_scale: Annotated[
-        float, typer.Option(min=0.01, help="Times the TTFT objectives, for all that is measured.")
+        float,
+        typer.Option(
+            min=0.01,
+            callback=finite,
+            help="Times the TTFT objectives, for all that is measured.",
+        ),
     ] = 1.0,
     records: Records = None,
     plots: Annotated[
@@ -91,12 +103,21 @@ def run(
     seed: Seed = 0,
     json_out: JsonOut = None,
 ) -> None:
-    """Measure the highest load with 90% on time, for several policies and granularities."""
+    """Measure the highest load with 90% on time, for several policies and granularities.
+
+    If the requests of any replay were sent more than 5 ms late (99th percentile) the figures are
+    void: exit code 3.
+    """
     from rich.console import Console
 
     from flowprefill.bench import goodput_plots
     from flowprefill.bench.goodput_outcomes import OutcomeStore
-    from flowprefill.bench.goodput_plan import make_plan, num_searches, requests_within
+    from flowprefill.bench.goodput_plan import (
+        check_blocks,
+        make_plan,
+        num_searches,
+        requests_within,
+    )
     from flowprefill.bench.goodput_report import make_tables, summarise
     from flowprefill.bench.goodput_runs import GoodputRuns, check_same_knobs, with_cell
     from flowprefill.bench.simulate_plan import measured_plan
@@ -104,6 +125,8 @@ def run(
 
     if plots is not None:
         check_plots_folder(plots)
+    if requests is not None:
+        check_blocks(requests, blocks)
     config = load_config(model_json, None)
     names = tuple(cells.split(",")) if cells else ()
     with bench_progress(None) as progress:
@@ -136,7 +159,10 @@ def run(
         result["pictures"] = [picture.name for picture in pictures]
     for table in make_tables(plan, result):
         Console(width=150).print(table)
+    if result["void"]:
+        print_void(result["send_lag_p99_ms"])
     print_json({**result, "run": {**describe_run(config, seed), **facts}}, json_out)
+    raise typer.Exit(VOID_EXIT_CODE if result["void"] else 0)
 
 
 def measure(

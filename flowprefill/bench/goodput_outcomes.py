@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flowprefill.bench.crossing import Curve, search, snap
-from flowprefill.bench.report import BenchmarkError
-from flowprefill.replay.records import ReplayRecord, by_class
+from flowprefill.bench.report import BenchmarkError, code_digest
+from flowprefill.metrics import percentile
+from flowprefill.replay.records import ReplayRecord, by_class, is_void
 
 TARGET = 0.9
 """Share of the requests that must be on time."""
@@ -103,6 +104,16 @@ def worst_class_attainment(outcomes: Sequence[Outcome]) -> float:
     )
 
 
+def send_lag_p99_s(outcomes: Sequence[Outcome]) -> float:
+    """Of the replay that all these blocks are of."""
+    return percentile([lag_s for o in outcomes for lag_s in o.send_lags_s], 99)
+
+
+def was_sent_late(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the replay that all these blocks are of is void."""
+    return is_void(send_lag_p99_s(outcomes))
+
+
 def ttft_by_class(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Seconds, of all blocks together."""
     found: dict[str, list[float]] = {}
@@ -119,6 +130,10 @@ class CellResult:
     by_load: dict[float, list[Outcome]] = field(default_factory=dict)
     by_tightness: dict[float, list[Outcome]] = field(default_factory=dict)
     """With objectives divided by so much; empty where it was not asked for."""
+
+    def replays(self) -> list[list[Outcome]]:
+        """The outcomes of each."""
+        return [*self.by_load.values(), *self.by_tightness.values()]
 
 
 Measure = Callable[[Sequence[Outcome]], float]
@@ -148,20 +163,21 @@ class OutcomeStore:
     """Outcomes by point, and a file of them: a run that was ended goes on where it was."""
 
     def __init__(self, path: Path | None, key: str) -> None:
-        """key: of everything else that outcomes depend on. Raises BenchmarkError if the file is of
-        another."""
+        """key: of everything that outcomes depend on beside the points and this code. Raises
+        BenchmarkError if the file is of another, or of other code."""
+        header = {"key": key, "code": code_digest()}
         self.outcomes: dict[Point, list[Outcome]] = {}
         self._path = path
         if path and path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
-            if not lines or json.loads(lines[0]) != {"key": key}:
+            if not lines or json.loads(lines[0]) != header:
                 raise BenchmarkError(
-                    f"{path}: outcomes of another configuration, trace, machine or profile"
+                    f"{path}: outcomes of another configuration, trace, machine, profile or code"
                 )
             self.outcomes.update(_parse(line) for line in lines[1:])
         elif path:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(header) + "\n", encoding="utf-8")
 
     def add(self, point: Point, outcomes: list[Outcome]) -> None:
         self.outcomes[point] = outcomes

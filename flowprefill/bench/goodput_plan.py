@@ -102,6 +102,7 @@ def make_plan(
     options: one trace, number and lengths of its requests; its cells are not looked at
     cell_names: empty = the default cells; describe: says what is simulated
     """
+    check_blocks(options.num_requests, num_blocks)
     window = take_window(options, options.traces[0], 0)
     guess = Guess(window, options.platform, describe)
     cells = [_parse_cell(name) for name in cell_names] or _default_cells(
@@ -116,6 +117,12 @@ def make_plan(
         {cell: guess.tightness(cell, options.load) for cell in cells if is_tightened(cell)},
         options.length_scale,
     )
+
+
+def check_blocks(num_requests: int, num_blocks: int) -> None:
+    """Raises ConfigError for a block of no requests: there is nothing to say of it."""
+    if num_requests < num_blocks:
+        raise ConfigError(f"--blocks {num_blocks}: there are {num_requests} requests to divide")
 
 
 def is_tightened(cell: Cell) -> bool:

@@ -1,7 +1,7 @@
 """The measuring part of `flowprefill bench goodput`: a stretch of a trace replayed on engines.
 
 A cell is one policy at one granularity; everything else in model.json is the same for all. Each
-cell sees the same arrivals and prompts, in one go: started anew for a few dozen requests at a time
+cell sees the same arrivals and lengths, in one go: started anew for a few dozen requests at a time
 an engine would carry twice the load, as what it has not served by then waits for nobody. Idle time
 is cut out. Times are those of the machine at the speed of its profile (pace.py).
 """
@@ -21,6 +21,7 @@ from flowprefill.bench.goodput_outcomes import (
     Point,
     check_served,
     outcome_of,
+    was_sent_late,
 )
 from flowprefill.bench.pace import Pace
 from flowprefill.bench.progress import BenchProgress
@@ -106,7 +107,7 @@ class GoodputRuns:
     def _outcomes(self, cell: Cell, point: Point) -> list[Outcome]:
         self._running(cell)
         self._progress.describe(f"{cell.name} at load {point.load:.3g}")
-        paced = self._pace.replay(partial(self._replayed, cell, point))
+        paced = self._pace.replay(partial(self._replayed, cell, point), is_void=was_sent_late)
         paced.value[0].drift = paced.drift
         return paced.value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,14 @@ import typer
 from flowprefill.bench.report import BenchmarkError, load_model_json
 from flowprefill.config import EngineConfig
 from flowprefill.errors import ConfigError
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of every option that is a float: their min and max let NaN and infinity through."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no finite number.")
+    return value
+
 
 ModelJson = Annotated[
     Path | None, typer.Option(help="Engine configuration; default: that of smollm2.")
@@ -34,7 +43,10 @@ Blocks = Annotated[
     int, typer.Option(min=1, help="Blocks of requests that the intervals are taken over.")
 ]
 LengthDivisor = Annotated[
-    float, typer.Option(min=0.01, help="Prompts are so many times shorter, and chunks too.")
+    float,
+    typer.Option(
+        min=0.01, callback=finite, help="Prompts are so many times shorter, and chunks too."
+    ),
 ]
 OutputTokens = Annotated[
     int, typer.Option(min=1, help="Tokens that each request generates; 1 = prefill only.")

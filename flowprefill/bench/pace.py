@@ -3,7 +3,7 @@
 Other tenants change a shared machine's speed by the minute, and near saturation 1% of speed is 3%
 of mean TTFT: of two replays one might lose to the weather. So arrivals and objectives of a replay
 are stretched by how much slower than its profile the device is just before, whatever is measured,
-and a replay in which that changed is repeated. Nothing else runs meanwhile.
+and a replay in which that changed, or that is void, is repeated. Nothing else runs meanwhile.
 """
 
 from __future__ import annotations
@@ -55,12 +55,18 @@ class Pace:
         """Seconds that work takes now over those that the profile stands for."""
         return self._work() / self._usual_s
 
-    def replay(self, replay: Callable[[float], T], stopped: Stopped = nullcontext) -> Paced[T]:
+    def replay(
+        self,
+        replay: Callable[[float], T],
+        stopped: Stopped = nullcontext,
+        is_void: Callable[[T], bool] = lambda value: False,
+    ) -> Paced[T]:
         """Call replay(slowdown) until the speed was steady meanwhile, MAX_TRIES times at most; the
-        steadiest one's result.
+        result of the steadiest one that is not void, if there is such a one.
 
         stopped: gives a context in which what is measured does nothing at all, as idle threads may
             spin and would be taken for a slow machine
+        is_void: whether a result means nothing, however steady it was
         """
         tries: list[Paced[T]] = []
         for _ in range(MAX_TRIES):
@@ -70,9 +76,9 @@ class Pace:
             with stopped():
                 after = self.slowdown()
             tries.append(Paced(value, before, abs(after / before - 1)))
-            if tries[-1].drift <= STEADY:
+            if tries[-1].drift <= STEADY and not is_void(value):
                 break
-        return min(tries, key=lambda paced: paced.drift)
+        return min(tries, key=lambda paced: (is_void(paced.value), paced.drift))
 
 
 def measure_pace(model: LoadedModel, predictor: FittedPredictor, prefill_s: float) -> Pace:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowprefill.bench.options import JsonOut, Seed
+from flowprefill.bench.options import JsonOut, Seed, finite
 from flowprefill.bench.progress import BenchProgress, bench_progress
-from flowprefill.bench.report import describe_run, load_model_json, print_json
+from flowprefill.bench.report import VOID_EXIT_CODE, describe_run, load_model_json, print_json
 from flowprefill.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flowprefill.replay.targets import Target
     from flowprefill.tokenizer import Tokenizer
 
-VOID_EXIT_CODE = 3
 _FACTS = ("cpu", "cpus", "model", "seed", "commit")
 """Of describe_run; what it says of the engine is the server's business here."""
 
@@ -61,14 +60,20 @@ def run(
         int | None, typer.Option(min=1, help="Requests to send; default: all from there.")
     ] = None,
     rate_scale: Annotated[
-        float, typer.Option(min=1e-6, help="So many times as many requests per second.")
+        float,
+        typer.Option(min=1e-6, callback=finite, help="So many times as many requests per second."),
     ] = 1.0,
     length_scale: Annotated[
-        float, typer.Option(min=1e-6, help="Prompts and answers so many times as long.")
+        float,
+        typer.Option(min=1e-6, callback=finite, help="Prompts and answers so many times as long."),
     ] = 1.0,
     slo_scale: Annotated[
         float,
-        typer.Option(min=1e-6, help="Times all objectives, which go by the recorded lengths."),
+        typer.Option(
+            min=1e-6,
+            callback=finite,
+            help="Times all objectives, which go by the recorded lengths.",
+        ),
     ] = 1.0,
     max_input_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut longer prompts, after scaling.")
@@ -96,7 +101,10 @@ def run(
         bool, typer.Option("--send-slo", help="Send objectives to an openai target too.")
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option(min=0.001, help="A request without its end by then has failed.")
+        float,
+        typer.Option(
+            min=0.001, callback=finite, help="A request without its end by then has failed."
+        ),
     ] = 600.0,
     records: Annotated[
         Path | None, typer.Option(help="A row per request: .csv, or .parquet with pyarrow.")

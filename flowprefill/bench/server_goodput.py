@@ -25,10 +25,11 @@ from flowprefill.bench.options import (
     Records,
     Seed,
     Trace,
+    finite,
     load_config,
 )
 from flowprefill.bench.progress import BenchProgress, bench_progress
-from flowprefill.bench.report import describe_run, print_json
+from flowprefill.bench.report import VOID_EXIT_CODE, describe_run, print_json, print_void
 
 if TYPE_CHECKING:
     from flowprefill.bench.goodput_outcomes import CellResult, Outcome, OutcomeStore
@@ -53,6 +54,7 @@ def run(
         float | None,
         typer.Option(
             min=0.02,
+            callback=finite,
             help="Load at which to begin with a peer; default: that of fcfs/whole by simulation.",
         ),
     ] = None,
@@ -70,12 +72,13 @@ def run(
 ) -> None:
     """Measure the highest load with 90% on time of our server and of others, side by side.
 
-    Prompts are cached by nobody: they are the same at each load.
+    Prompts are cached by nobody: they are the same at each load. If the requests of any replay were
+    sent more than 5 ms late (99th percentile) the figures are void: exit code 3.
     """
     from rich.console import Console
 
     from flowprefill.bench.goodput_outcomes import OutcomeStore
-    from flowprefill.bench.goodput_plan import make_plan
+    from flowprefill.bench.goodput_plan import check_blocks, make_plan
     from flowprefill.bench.goodput_runs import with_cell
     from flowprefill.bench.peers.spec import read_peers
     from flowprefill.bench.server_contenders import our_contender, peer_contender
@@ -83,6 +86,7 @@ def run(
     from flowprefill.bench.simulate_plan import measured_plan
     from flowprefill.bench.this_cpu import paced_cpu
 
+    check_blocks(requests, blocks)
     config = replace(load_config(model_json, None), enable_prefix_caching=False)
     peers = read_peers(None, peers_file, config)
     facts = {
@@ -120,7 +124,10 @@ def run(
     result = summarise(plan, results, ours, [peer.name for peer in peers], seed)
     for table in make_tables(plan, result):
         Console(width=150).print(table)
+    if result["void"]:
+        print_void(max(result["send_lag_p99_ms"].values()))
     print_json({**result, "run": run_facts}, json_out)
+    raise typer.Exit(VOID_EXIT_CODE if result["void"] else 0)
 
 
 def engine_name(cell: Cell) -> str:

@@ -29,6 +29,7 @@ from flowprefill.bench.goodput_report import (
     with_interval,
 )
 from flowprefill.bench.server_runs import LONG_TOKENS, MOMENTS, SHORT_TOKENS
+from flowprefill.replay.summary import send_lag_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,12 +116,11 @@ def _loads_table(plan: GoodputPlan, result: Mapping[str, Any]) -> Table:
         table.add_column(f"{name} / it", justify="right")
     for name, load in result["max_load_90"].items():
         ratios = [by_peer.get(name) for by_peer in result["ratio"].values()]
-        lag = f"{result['send_lag_p99_ms'][name]:.1f} ms"
         table.add_row(
             name,
             f"{interval(load)} ({result['max_rate_90'][name][0]:.1f}/s)",
             interval(result["max_load_90_every_class"][name]),
-            f"{lag}, void" if name in result["void"] else lag,
+            send_lag_text(result["send_lag_p99_ms"][name], name in result["void"]),
             *(interval(ratio) if ratio else "" for ratio in ratios),
         )
     return table

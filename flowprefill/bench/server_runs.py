@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flowprefill.bench.goodput_outcomes import Outcome, OutcomeStore, Point, outcome_of
+from flowprefill.bench.goodput_outcomes import (
+    Outcome,
+    OutcomeStore,
+    Point,
+    outcome_of,
+    was_sent_late,
+)
 from flowprefill.bench.goodput_plan import GoodputPlan
 from flowprefill.bench.pace import Pace, Stopped
 from flowprefill.bench.progress import BenchProgress
@@ -120,7 +126,8 @@ class ServerRuns:
     def _replay(self, contender: Contender, load: float) -> list[Outcome]:
         running = self._running(contender)
         self._progress.describe(f"{contender.name} at load {load:.3g}")
-        paced = self._pace.replay(partial(self._replayed, running, load), running.stopped)
+        replay = partial(self._replayed, running, load)
+        paced = self._pace.replay(replay, running.stopped, was_sent_late)
         paced.value[0].drift = paced.drift
         return paced.value
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowprefill.bench.compared import CHUNK_SIZES
-from flowprefill.bench.options import JsonOut, ModelJson, Seed, load_config
-from flowprefill.bench.report import describe_run, print_json
+from flowprefill.bench.options import JsonOut, ModelJson, finite, load_config
+from flowprefill.bench.report import VOID_EXIT_CODE, describe_run, print_json, print_void
 from flowprefill.config import POLICIES, EngineConfig
 from flowprefill.errors import ConfigError
 from flowprefill.granularity import Granularity
@@ -59,15 +59,21 @@ def run(
         int | None,
         typer.Option(
             min=2,
-            help="Requests of a run; without --table a trace that has fewer is repeated. Default "
-            "1000, to validate 60.",
+            help="Requests of a run; a trace that has fewer is repeated, but not for --table, "
+            "--plots, --timeline or --validate. Default 1000, to validate 60.",
         ),
     ] = None,
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of a cell, on windows spread over the trace.")
     ] = 10,
     error: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="Prefills are predicted wrong by up to this.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=0.99,
+            callback=finite,
+            help="Prefills are predicted wrong by up to this.",
+        ),
     ] = 0.2,
     output_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that a request generates at most; 1 = prefill only.")
@@ -76,12 +82,14 @@ def run(
         float,
         typer.Option(
             min=0.001,
+            callback=finite,
             help="Prefill seconds offered per second and replica, each prompt alone.",
         ),
     ] = 0.7,
     loads: Annotated[str, typer.Option(help="Of --validate, separated by commas.")] = "0.4,0.7,1.0",
     slo_scale: Annotated[
-        float, typer.Option(min=0.001, help="Times all objectives; without --table.")
+        float,
+        typer.Option(min=0.001, callback=finite, help="Times all objectives; without --table."),
     ] = 1.0,
     device: Annotated[
         str, typer.Option(help="A800, A100, H100, H200, or this-cpu, which is profiled.")
@@ -99,16 +107,23 @@ def run(
     ] = "least-load",
     length_divisor: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Prompts are so many times shorter; 8 on this-cpu, else 1."),
+        typer.Option(
+            min=0.01,
+            callback=finite,
+            help="Prompts are so many times shorter; 8 on this-cpu, else 1.",
+        ),
     ] = None,
     model_json: ModelJson = None,
-    seed: Seed = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of prediction errors, routers, and prompts of --validate.")
+    ] = 0,
     json_out: JsonOut = None,
 ) -> None:
     """Replay traces on a simulated device with the real scheduler.
 
     --load is fixed; a table searches the highest load, and uses the fixed one for the tightest
-    objectives and for mean TTFT. --model-json is that of --device this-cpu.
+    objectives and for mean TTFT. --model-json is that of --device this-cpu. If --validate sent
+    requests of a run more than 5 ms late (99th percentile) the comparison is void: exit code 3.
     """
     from flowprefill.bench import simulate_plots
     from flowprefill.bench.simulate_cluster import ClusterPlan
@@ -135,15 +150,17 @@ def run(
         platform=platform,
         model=None if is_cpu else MODELS[model],
         length_scale=1 / (length_divisor or (CPU_LENGTH_DIVISOR if is_cpu else 1.0)),
+        seed=seed,
     )
     cluster = ClusterPlan(replicas, router)
     _check_modes(table, validate, plots, timeline, cluster)
-    _check(plan, table or plots is not None, cluster)
+    in_full = table or validate or plots is not None or timeline is not None
+    _check(plan, table, in_full, cluster)
     started_s = time.perf_counter()
     if validate:
         from flowprefill.bench import simulate_validate
 
-        results = simulate_validate.run(plan, config, all_loads, slo_scale, seed)
+        results = simulate_validate.run(plan, config, all_loads, slo_scale)
     elif plots is not None:
         results = simulate_plots.run(plan, bool(policies or granularities), plots)
     else:
@@ -154,7 +171,11 @@ def run(
         "num_requests": plan.num_requests,
         "wall_s": round(time.perf_counter() - started_s, 3),
     }
+    is_void = results.get("void", False)  # of what was replayed, with --validate
+    if is_void:
+        print_void(results["send_lag_p99_ms"])
     print_json({**results, **counts, "run": _describe(plan, config)}, json_out)
+    raise typer.Exit(VOID_EXIT_CODE if is_void else 0)
 
 
 def _simulate(plan: Plan, table: bool, cluster: ClusterPlan, slo_scale: float) -> dict[str, Any]:
@@ -208,8 +229,11 @@ def _check_modes(
         raise ConfigError("--timeline is of one run on one replica: no other mode beside it")
 
 
-def _check(plan: Plan, table: bool, cluster: ClusterPlan) -> None:
-    """Refuse what would fail later, perhaps in another process."""
+def _check(plan: Plan, table: bool, in_full: bool, cluster: ClusterPlan) -> None:
+    """Refuse what would fail later, perhaps in another process.
+
+    in_full: a trace must have as many requests as are wanted, as it is not repeated
+    """
     from flowprefill.simulator.router import ROUTERS
     from flowprefill.workload import read_trace, window
 
@@ -224,7 +248,7 @@ def _check(plan: Plan, table: bool, cluster: ClusterPlan) -> None:
         raise ConfigError("--table compares single replicas: leave --replicas out")
     for path in plan.traces:
         trace = read_trace(path)
-        window(trace, 0, plan.num_requests if table else min(plan.num_requests, len(trace)))
+        window(trace, 0, plan.num_requests if in_full else min(plan.num_requests, len(trace)))
     names = [path.stem for path in plan.traces]
     if len(set(names)) < len(names):
         raise ConfigError(f"traces {', '.join(names)}: a name is given twice")
@@ -233,7 +257,7 @@ def _check(plan: Plan, table: bool, cluster: ClusterPlan) -> None:
 def _describe(plan: Plan, config: EngineConfig) -> dict[str, Any]:
     platform, cell = plan.platform, Granularity.parse(plan.granularities[0])
     return {
-        **describe_run(config, seed=0),
+        **describe_run(config, plan.seed),
         "device": f"{platform.device_name}, simulated",
         "traces": [path.name for path in plan.traces],
         "requests": plan.num_requests,

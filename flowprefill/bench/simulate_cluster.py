@@ -46,7 +46,7 @@ def run(plan: Plan, cluster_plan: ClusterPlan, slo_scale: float) -> dict[str, An
         for path, policy, granularity in cells:
             names = {"trace": path.stem, "policy": policy, "granularity": str(granularity)}
             progress.describe(" ".join(names.values())[:32])
-            setup = Setup(policy, granularity, plan.error, 0, plan.platform)
+            setup = Setup(policy, granularity, plan.error, plan.seed, plan.platform)
             started_s = time.perf_counter()
             found = _load_window(plan, path, cluster_plan.num_replicas)
             offered = _offer(found, plan.num_requests, slo_scale, progress)

@@ -45,6 +45,12 @@ class Plan:
     """Prompts are so many times as long."""
     slo_scale: float = 1.0
     """Times the TTFT objectives of this platform; without effect where the model has its own."""
+    seed: int = 0
+    """Of prediction errors, routers, and prompts of a comparison with the engine."""
+
+    def error_seed(self, window: int) -> int:
+        """Of the prediction errors in one of the num_seeds windows."""
+        return self.seed * self.num_seeds + window
 
     def cells(self) -> list[Cell]:
         return [
@@ -112,11 +118,16 @@ def take_window(plan: Plan, path: Path, seed: int) -> Window:
 
 def make_window(plan: Plan, trace: list[TraceRequest], requests: list[TraceRequest]) -> Window:
     """Requests of the trace as they are run, with their objectives, which go by their lengths in
-    the trace."""
+    the trace. Raises ConfigError if their answers leave no room for a prompt."""
+    room = plan.platform.max_tokens - plan.max_output_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--output-tokens {plan.max_output_tokens}: with one of the prompt the model takes "
+            f"{plan.platform.max_tokens} tokens"
+        )
     objectives = _objectives(plan, trace, requests)
     if plan.length_scale != 1.0:
         requests = scale_lengths(requests, plan.length_scale)
-    room = plan.platform.max_tokens - plan.max_output_tokens
     return Window(clip_lengths(requests, room, plan.max_output_tokens), objectives)
 
 

@@ -122,7 +122,8 @@ def _make(kind: type[_Kind], plan: Plan, cell: Cell, load: float, slo_scale: flo
     """A Replay, or a kind of it, that has not run."""
     found = take_window(plan, cell.trace, cell.seed)
     granularity = Granularity.parse(cell.granularity)
-    setup = Setup(cell.policy, granularity, plan.error, cell.seed, plan.platform)
+    seed = plan.error_seed(cell.seed)
+    setup = Setup(cell.policy, granularity, plan.error, seed, plan.platform)
     requests = at_load(found.requests, load, plan.platform)
     return kind(requests, setup, slo_scale, objectives=found.objectives)
 

@@ -30,7 +30,7 @@ def run(plan: Plan, slo_scale: float) -> dict[str, Any]:
         requests = at_load(found.requests, plan.load, plan.platform)
         for policy in plan.policies:
             for kind in plan.granularities:
-                setup = Setup(policy, Granularity.parse(kind), plan.error, 0, plan.platform)
+                setup = Setup(policy, Granularity.parse(kind), plan.error, plan.seed, plan.platform)
                 started_s = time.perf_counter()
                 replay = Replay(requests, setup, slo_scale, objectives=found.objectives).run_all()
                 names = {"trace": path.stem, "policy": policy, "granularity": kind}

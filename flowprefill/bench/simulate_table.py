@@ -74,7 +74,8 @@ def measure_table(plan: Plan, num_processes: int) -> Samples:
 def measure_cell(plan: Plan, cell: Cell) -> Measures:
     """Runs in a process of its own."""
     granularity = Granularity.parse(cell.granularity)
-    setup = Setup(cell.policy, granularity, plan.error, cell.seed, plan.platform)
+    seed = plan.error_seed(cell.seed)
+    setup = Setup(cell.policy, granularity, plan.error, seed, plan.platform)
     found = take_window(plan, cell.trace, cell.seed)
     return measure(found.requests, setup, plan.load, found.objectives)
 

@@ -3,15 +3,14 @@
 The engine runs in this process, open loop and in real time; the simulator takes this CPU's profile.
 What a prefill takes beside its slices comes from a few prompts that have the engine for themselves,
 and how much slower than its profile the busy machine is from a burst of prompts that displace each
-other. Nothing is taken from the runs that are compared. Prompts are random token ids; those of a
-trace with prefix hashes share what these say.
+other. Nothing is taken from the runs that are compared. Prompts are those of engine_replay.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,8 @@ from flowprefill.engine import Engine
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
 from flowprefill.replay.plan import PlannedRequest, plan_replay
-from flowprefill.replay.records import MAX_SEND_LAG_S, ReplayRecord, attainment, send_lag_p99_s
+from flowprefill.replay.records import ReplayRecord, attainment, is_void, send_lag_p99_s
+from flowprefill.replay.summary import send_lag_text
 from flowprefill.simulator.profiled import ProfiledPlatform
 from flowprefill.simulator.replay import Replay, Setup, at_load, scaled
 from flowprefill.workload import Objective, TraceRequest
@@ -45,8 +45,6 @@ _BURST_ROUNDS = 3
 _BURST_LOAD = 1.5
 _BURST_SLACK = 5.0
 """Objectives of a burst, times what a prompt takes alone: short ones are urgent, and displace."""
-_HASHES_OF_A_RUN = 1 << 40
-"""More than any trace has: no run finds another's prompts in the cache."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Calibration:
 
 
 def run(
-    plan: Plan, config: EngineConfig, loads: Sequence[float], slo_scale: float, seed: int
+    plan: Plan, config: EngineConfig, loads: Sequence[float], slo_scale: float
 ) -> dict[str, Any]:
     """Compare at each load, print a table, return the JSON object.
 
@@ -118,7 +116,7 @@ def run(
     calibrations = []
     with bench_progress(len(cells) * len(plan.traces) * len(loads)) as progress:
         for cell in cells:
-            replayer = EngineReplayer(seed)
+            replayer = EngineReplayer(plan.seed)
             cell_config = with_cell(config, cell)
             engine = Engine(cell_config, replayer.on_output, progress.show_loading)
             try:
@@ -153,7 +151,6 @@ class _Validator:
         self._replayer = replayer
         self._progress = progress
         self._platform = plan.platform
-        self._num_runs = 0
 
     def calibrate(self) -> Calibration:
         """Run prompts of typical lengths, alone and in a burst; simulate what they show."""
@@ -192,7 +189,7 @@ class _Validator:
         """Both on the trace's first window at this load."""
         self._progress.describe(f"{self._cell.name} {path.stem} at load {load:g}")
         window = take_window(self._plan, path, 0)
-        requests = self._own_prefixes(at_load(window.requests, load, self._platform))
+        requests = at_load(window.requests, load, self._platform)
         goals = [scaled(goal, slo_scale) for goal in window.objectives]
         num_before = self._engine.stats().num_preemptions
         records = self._replay(plan_replay(requests, goals))
@@ -219,14 +216,6 @@ class _Validator:
 
     def _window(self, path: Path) -> list[TraceRequest]:
         return take_window(self._plan, path, 0).requests
-
-    def _own_prefixes(self, requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-        """The requests with prompts that no earlier run had."""
-        self._num_runs += 1
-        first = self._num_runs * _HASHES_OF_A_RUN
-        return [
-            replace(r, prefix_hashes=tuple(h + first for h in r.prefix_hashes)) for r in requests
-        ]
 
     def _solo_ttft_s(self, num_tokens: int) -> float:
         goal = Objective("alone", _ALONE_S, _ALONE_S)
@@ -256,7 +245,7 @@ def summarise(found: Sequence[Comparison], calibrations: Sequence[Calibration]) 
         "attainment_error_points": round(max(abs(c.attainment_error_points) for c in found), 2),
         "mean_ttft_error": round(max(abs(c.mean_ttft_error) for c in found), 4),
         "send_lag_p99_ms": round(1000 * max(c.send_lag_p99_s for c in found), 3),
-        "void": any(c.send_lag_p99_s > MAX_SEND_LAG_S for c in found),
+        "void": any(is_void(c.send_lag_p99_s) for c in found),
         "cells": [
             {
                 **asdict(c),
@@ -277,7 +266,7 @@ def make_table(found: Sequence[Comparison]) -> Table:
     for heading in ("trace", "policy", "boundaries"):
         table.add_column(heading)
     headings = ("load", "on time", "simulated", "points", "mean TTFT", "simulated", "error")
-    for heading in (*headings, "preempted", "simulated"):
+    for heading in (*headings, "preempted", "simulated", "send lag p99"):
         table.add_column(heading, justify="right")
     for c in found:
         table.add_row(
@@ -293,5 +282,6 @@ def make_table(found: Sequence[Comparison]) -> Table:
             f"{c.mean_ttft_error:+.1%}",
             str(c.engine.num_preemptions),
             str(c.simulator.num_preemptions),
+            send_lag_text(1000 * c.send_lag_p99_s, is_void(c.send_lag_p99_s)),
         )
     return table

@@ -47,10 +47,7 @@ def warnings(result: dict[str, Any]) -> list[str]:
     """What makes the figures mean less than they seem to; the first is for a void replay."""
     found = []
     if result["void"]:
-        found.append(
-            f"VOID: requests were sent late (p99 {result['send_lag_p99_ms']:.1f} ms, limit "
-            f"{1000 * MAX_SEND_LAG_S:.0f} ms): this machine cannot replay the trace at this rate"
-        )
+        found.append(void_line(result["send_lag_p99_ms"]))
     if result["num_short_answers"]:
         found.append(f"{result['num_short_answers']} answers are shorter than asked for")
     if result["num_wrong_prompts"]:
@@ -59,6 +56,19 @@ def warnings(result: dict[str, Any]) -> list[str]:
             "its tokenizer is another one"
         )
     return found
+
+
+def void_line(send_lag_p99_ms: float) -> str:
+    """Why figures do not count. send_lag_p99_ms: of the replay that was sent latest"""
+    return (
+        f"VOID: requests were sent late (p99 {send_lag_p99_ms:.1f} ms, limit "
+        f"{1000 * MAX_SEND_LAG_S:.0f} ms): this machine cannot replay the trace at this rate"
+    )
+
+
+def send_lag_text(p99_ms: float, is_void: bool) -> str:
+    """Of one replay, for a table."""
+    return f"{p99_ms:.1f} ms, void" if is_void else f"{p99_ms:.1f} ms"
 
 
 def server_line(result: dict[str, Any]) -> str | None:

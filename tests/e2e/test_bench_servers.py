@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flowprefill.bench.report import VOID_EXIT_CODE
 from flowprefill.programs.model_spec import resolve_model_path
 from tests.factories import write_tiny_model
 from tests.stand_in_server import write_stand_in_server
@@ -47,7 +48,7 @@ def bench(arguments: list[str]) -> dict[str, Any]:
     run = subprocess.run(
         [str(FLOWPREFILL), *arguments], capture_output=True, text=True, timeout=200
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode in (0, VOID_EXIT_CODE), run.stderr  # other work may hold this machine
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
     return result
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowprefill.bench.replay import VOID_EXIT_CODE
+from flowprefill.bench.report import VOID_EXIT_CODE
 from flowprefill.server import TritonServer
 from flowprefill_client import Client
 from tests.e2e.conftest import MODEL

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -37,18 +39,25 @@ from flowprefill.bench.goodput_outcomes import (
 from flowprefill.bench.goodput_plan import (
     MIN_REQUESTS,
     GoodputPlan,
+    make_plan,
     num_searches,
     requests_within,
 )
 from flowprefill.bench.goodput_plots import figures, shown_cells
-from flowprefill.bench.goodput_runs import Cell, check_same_knobs, with_cell
+from flowprefill.bench.goodput_report import make_tables, summarise
+from flowprefill.bench.goodput_runs import Cell, GoodputRuns, check_same_knobs, with_cell
 from flowprefill.bench.objectives import ClassScale, class_scales, scaled_objectives
-from flowprefill.bench.report import BenchmarkError
-from flowprefill.bench.simulate_plan import Plan, make_window
+from flowprefill.bench.options import load_config
+from flowprefill.bench.pace import Pace
+from flowprefill.bench.progress import bench_progress
+from flowprefill.bench.report import VOID_EXIT_CODE, BenchmarkError, code_digest
+from flowprefill.bench.simulate_plan import Plan, make_window, measured_plan
 from flowprefill.bench.simulate_plan import Window as SimWindow
 from flowprefill.cli import app
 from flowprefill.config import EngineConfig
+from flowprefill.errors import ConfigError
 from flowprefill.predictor import profiler
+from flowprefill.replay import records as replay_records
 from flowprefill.simulator.platform import PAPER_PLATFORM
 from flowprefill.workload import TraceRequest, objective, read_trace
 from tests.factories import write_tiny_model
@@ -208,6 +217,66 @@ class TestOutcomes:
             OutcomeStore(path, "other")
         assert OutcomeStore(None, "key").outcomes == {}
 
+    def test_what_other_code_measured_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "records.jsonl"
+        OutcomeStore(path, "key")
+        header = json.loads(path.read_text())
+        path.write_text(json.dumps({**header, "code": "another"}) + "\n")
+        with pytest.raises(BenchmarkError, match="or code"):
+            OutcomeStore(path, "key")
+
+    def test_code_is_known_by_its_source(self, tmp_path: Path) -> None:
+        source = tmp_path / "package" / "kernel.cpp"
+        source.parent.mkdir()
+        digests = [code_digest([tmp_path])]
+        for text in ("int a;", "int b;"):
+            source.write_text(text)
+            digests.append(code_digest([tmp_path]))
+        assert len(set(digests)) == 3
+        (tmp_path / "notes.txt").write_text("of no weight")
+        assert code_digest([tmp_path]) == digests[-1]
+        assert code_digest() == code_digest() != code_digest([])
+
+
+class TestSendLags:
+    S_EDF, FCFS = Cell("s-edf", "tile"), Cell("fcfs", "whole")
+
+    @staticmethod
+    def sent(lag_s: float) -> list[Outcome]:
+        """A replay of two blocks."""
+        ttft = {"text": [0.1] * 10}
+        return [Outcome({"text": 10}, {"text": 10}, ttft, send_lags_s=[lag_s] * 10)] * 2
+
+    def summary(self, **results: CellResult) -> dict[str, Any]:
+        requests = [TraceRequest(float(i), "text", 1000, 1) for i in range(20)]
+        window = SimWindow(requests, [objective(request) for request in requests])
+        cells = {"s_edf": self.S_EDF, "fcfs": self.FCFS}
+        guesses = {cells[name]: (1.0, 1.0) for name in results}
+        self.plan = GoodputPlan(PAPER_PLATFORM, window, 2, guesses, frozenset(), {}, 1.0)
+        return summarise(self.plan, {cells[name]: r for name, r in results.items()}, seed=0)
+
+    def test_one_late_replay_among_many_makes_it_void(self) -> None:
+        by_load = {i / 100: self.sent(0.001) for i in range(1, 121)}
+        assert self.summary(s_edf=CellResult(dict(by_load)))["void"] is False
+        found = self.summary(s_edf=CellResult({**by_load, 1.3: self.sent(0.02)}))
+        assert (found["void"], found["send_lag_p99_ms"]) == (True, 20.0)
+        points = found["cells"]["s-edf/tile"]
+        assert [p["load"] for p in points if p["void"]] == [1.3]
+        assert {p["send_lag_p99_ms"] for p in points} == {1.0, 20.0}
+        lags = list(make_tables(self.plan, found)[1].columns[-1].cells)
+        assert lags == ["1.0 ms"] * 120 + ["20.0 ms, void"]
+
+    def test_a_late_cell_beside_clean_ones_makes_it_void(self) -> None:
+        clean = CellResult({i / 100: self.sent(0.001) for i in range(1, 121)})
+        found = self.summary(s_edf=clean, fcfs=CellResult({0.5: self.sent(0.006)}))
+        assert found["void"] is True
+        lags = list(make_tables(self.plan, found)[1].columns[-1].cells)
+        assert lags[-2:] == ["1.0 ms", "6.0 ms, void"]
+
+    def test_replays_for_the_tightest_objectives_count_too(self) -> None:
+        late = CellResult({1.0: self.sent(0.001)}, {1.0: self.sent(0.001), 2.0: self.sent(0.006)})
+        assert self.summary(s_edf=late)["void"] is True
+
 
 class TestKnobs:
     CONFIG = EngineConfig(model="m")
@@ -231,17 +300,33 @@ class TestKnobs:
             check_same_knobs([self.CONFIG, other])
 
 
-def test_outcomes_survive_json(tmp_path: Path) -> None:
-    """TTFTs of requests that never got a token are infinite."""
-    path = tmp_path / "r.jsonl"
-    OutcomeStore(path, "k").add(Point("a/b", 1.0), [Outcome()])
-    assert json.loads(path.read_text().splitlines()[0]) == {"key": "k"}
-
-
 def test_blocks_are_consecutive_and_hold_everything() -> None:
     plan = GoodputPlan(PAPER_PLATFORM, SimWindow([], []), 3, {}, frozenset(), frozenset(), 1.0)
     assert plan.blocks([1, 2, 3, 4, 5]) == [[1, 2], [3], [4, 5]]
     assert plan.blocks([1, 2, 3]) == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("command", ["goodput", "servers"])
+def test_blocks_of_no_requests_are_refused_before_anything_is_done(command: str) -> None:
+    nothing = ("--trace", "none.csv", "--model-json", "none.json")
+    run = CliRunner().invoke(app, ["bench", command, *nothing, "--requests", "2", "--blocks", "10"])
+    assert isinstance(run.exception, ConfigError)
+    assert str(run.exception) == "--blocks 10: there are 2 requests to divide"
+
+
+def test_blocks_of_no_requests_are_refused_however_many_there_is_time_for() -> None:
+    options = measured_plan(PAPER_PLATFORM, Path("none.csv"), 60, 1, 1.0)
+    with pytest.raises(ConfigError, match="--blocks 61"):
+        make_plan(options, 61, (), print)
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_refused() -> None:
+    num_tokens = PAPER_PLATFORM.max_tokens
+    requests = [TraceRequest(0.0, "text", 100, 1)]
+    fits = measured_plan(PAPER_PLATFORM, Path("t.csv"), 1, num_tokens - 1, 1.0)
+    assert make_window(fits, requests, requests).requests[0].input_tokens == 1
+    with pytest.raises(ConfigError, match=f"--output-tokens {num_tokens}"):
+        make_window(dataclasses.replace(fits, max_output_tokens=num_tokens), requests, requests)
 
 
 @pytest.fixture
@@ -355,11 +440,43 @@ def test_the_number_of_requests_follows_from_the_time_there_is() -> None:
     assert requests_within(1e9, trace, PAPER_PLATFORM, 1.0, 50) == len(read_trace(trace))
 
 
+def test_no_replay_finds_prompts_of_another_in_the_cache(
+    tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trace that says what its prompts share: each replay is measured as if it were alone."""
+    monkeypatch.setattr(replay_records, "MAX_SEND_LAG_S", math.inf)  # none is repeated
+    requests = [TraceRequest(float(i), "text", 1100, 1, (1, 2, 3 + i)) for i in range(3)]
+    window = SimWindow(requests, [objective(request) for request in requests])
+    plan = GoodputPlan(PAPER_PLATFORM, window, 1, {}, frozenset(), {}, 1.0)
+    cell, pace = Cell("s-edf", "tile"), Pace(lambda: 1.0, 1.0)
+    found = [0]
+    with (
+        bench_progress(None) as progress,
+        contextlib.closing(
+            GoodputRuns(
+                load_config(tiny[0], None), plan, 0, progress, OutcomeStore(None, "key"), pace
+            )
+        ) as runs,
+    ):
+        engine, _ = runs._running(cell)
+        for replay in (
+            # so slow that each is answered before the next is sent
+            lambda: runs.measure(cell, 1e-6),
+            lambda: runs.measure(cell, 2e-6),
+            lambda: runs.record(cell, 1e-6, 3),
+        ):
+            replay()
+            found.append(engine.stats().num_cached_tokens)
+    # the first two blocks of two of the three
+    assert [b - a for a, b in itertools.pairwise(found)] == [2048] * 3
+
+
 def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
     tiny: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the second run is on the first one's profile, however unsteady this machine is just now
     monkeypatch.setattr(profiler, "_STEADY", math.inf)
+    monkeypatch.setattr(replay_records, "MAX_SEND_LAG_S", math.inf)
     model_json, trace = tiny
     records, pictures = tmp_path / "records.jsonl", tmp_path / "new" / "pictures"
     timeline = tmp_path / "new" / "timeline.json"
@@ -392,6 +509,12 @@ def test_a_small_run_has_all_figures_and_goes_on_from_its_file(
     assert trace_events["otherData"]["policy"] == "fcfs"
     num_lines = len(records.read_text().splitlines())
     assert num_lines == 1 + sum(map(len, result["cells"].values()))
-    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert json.loads(again.stdout.splitlines()[-1])["cells"] == result["cells"]
+    monkeypatch.setattr(replay_records, "MAX_SEND_LAG_S", -1.0)
+    late = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert late.exit_code == VOID_EXIT_CODE
+    assert "VOID: requests were sent late" in late.stdout
+    again = json.loads(late.stdout.splitlines()[-1])
+    assert again["void"] is True
+    for name, points in result["cells"].items():
+        assert again["cells"][name] == [{**point, "void": True} for point in points]
     assert len(records.read_text().splitlines()) == num_lines

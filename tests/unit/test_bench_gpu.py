@@ -14,8 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from flowprefill.bench.decode import Lengths
+from flowprefill.bench.goodput_outcomes import Outcome
 from flowprefill.bench.gpu import bench, checks, measure, report
 from flowprefill.bench.gpu.checks import Check, NotChecked, run_checks
+from flowprefill.bench.gpu.goodput import summarise
 from flowprefill.bench.gpu.measure import Sizes, shares_of_rest
 from flowprefill.bench.gpu.program_checks import refusing_to_synchronise
 from flowprefill.bench.gpu.random_model import RandomModel, load_random_model, weight_bytes
@@ -297,6 +299,16 @@ def test_gpu_check_fails_with_its_checks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert json.loads(run.stdout.splitlines()[-1])["dry_run"]["num_failed"] == 1
 
 
+def test_a_cell_whose_requests_were_sent_late_is_void() -> None:
+    ttft = {"text": [0.1, 0.2]}
+    late = Outcome({"text": 2}, {"text": 2}, ttft, send_lags_s=[0.006, 0.006])
+    figures = summarise(late, [], 1.0)
+    assert (figures["send_lag_p99_ms"], figures["void"]) == (6.0, True)
+    facts = {"num_requests": 2, "trace": "t.csv", "load": 1.0, "offered_per_s": 2.0}
+    [table] = report.make_tables({"goodput": {"cells": {"s-edf/tile": figures}, **facts}})
+    assert list(table.columns[-1].cells) == ["6.0 ms, void"]
+
+
 @NO_CARD
 def test_gpu_bench_without_a_card_is_a_dry_run_of_all_stages(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -312,6 +324,7 @@ def test_gpu_bench_without_a_card_is_a_dry_run_of_all_stages(tmp_path: Path) -> 
     assert figures["prefill"]["sliced_ratio"].keys() == {"128", "512"}
     assert set(figures["decode"]["tokens_per_s"]) == {"1", "2"}
     assert len(figures["goodput"]["cells"]) == 5
+    assert all(cell["send_lag_p99_ms"] >= 0 for cell in figures["goodput"]["cells"].values())
     assert all(bar["limit"] is None for bar in figures["bars"])
     assert result["run"]["shapes"] == TINY and result["run"]["model"] == "random weights, tiny"
 

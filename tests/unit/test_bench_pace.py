@@ -41,6 +41,22 @@ def test_of_a_machine_that_never_is_the_steadiest_try_counts() -> None:
     assert paced.drift == pytest.approx(0.2)
 
 
+def test_a_void_replay_is_repeated_however_steady_it_was() -> None:
+    results = iter(["late", "good", "late"])
+    paced = pace_of(2.0, 2.0, 2.0, 3.0, 2.0, 2.0).replay(
+        lambda slowdown: next(results), is_void=lambda result: result == "late"
+    )
+    assert (paced.value, paced.drift) == ("good", 0.5)
+
+
+def test_if_all_are_void_one_of_them_is_told() -> None:
+    numbers = iter(range(MAX_TRIES))
+    paced = pace_of(2.0, 2.2, 2.0, 2.0, 2.0, 2.1).replay(
+        lambda slowdown: next(numbers), is_void=lambda number: True
+    )
+    assert paced.value == 1
+
+
 def test_what_is_measured_stands_still_while_the_speed_is_looked_at() -> None:
     done: list[str] = []
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flowprefill.bench.replay import VOID_EXIT_CODE, find_tokenizer
+from flowprefill.bench.replay import find_tokenizer
+from flowprefill.bench.report import VOID_EXIT_CODE
 from flowprefill.cli import app
 from flowprefill.replay import records as records_module
 from flowprefill.replay.errors import ReplayError

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowprefill.bench import blocking, prefill
 from flowprefill.bench.bars import Bar
+from flowprefill.replay.summary import send_lag_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -107,6 +108,7 @@ def _goodput_table(figures: Figures) -> Table:
         "TTFT p50, ms",
         "p99",
         "blocking p99, ms",
+        "send lag p99",
     )
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -120,5 +122,6 @@ def _goodput_table(figures: Figures) -> Table:
             f"{one['ttft_p50_ms']:,.1f}",
             f"{one['ttft_p99_ms']:,.1f}",
             "" if blocked is None else f"{blocked:.3f}",
+            send_lag_text(one["send_lag_p99_ms"], one["void"]),
         )
     return table

@@ -171,6 +171,32 @@ def test_a_timeline_is_of_the_first_run(tmp_path: Path) -> None:
     assert on_time.count("on time") == round(sedf["attainment"] * 30)
 
 
+@pytest.mark.parametrize("mode", ["--timeline", "--plots"])
+def test_a_trace_is_not_repeated_where_it_cannot_be(tmp_path: Path, mode: str) -> None:
+    trace, out = tmp_path / "short.csv", tmp_path / "out"
+    trace.write_text("arrival_s,type,input_tokens,output_tokens\n0,text,50,1\n1,text,60,1\n")
+    arguments = ("--trace", str(trace), "--requests", "3", mode, str(out))
+    run = CliRunner().invoke(app, ["simulate", *arguments])
+    assert isinstance(run.exception, TraceError)
+    assert not run.stdout and not out.exists()  # nothing was run whose figures would be lost
+    assert simulate("--trace", trace, "--requests", 3)["num_requests"] == 3
+
+
+def test_other_seeds_are_other_prediction_errors() -> None:
+    """And the seed is in the line."""
+    arguments = ("--trace", QWEN, "--requests", 200, "--load", 1.2, "--error", 0.9, "--seed")
+    results = [simulate(*arguments, seed) for seed in (0, 7, 7)]
+    assert [result["run"]["seed"] for result in results] == [0, 7, 7]
+    means = [result["runs"][0]["ttft_mean_s"] for result in results]
+    assert means[0] != means[1] == means[2]
+
+
+def test_no_two_windows_of_any_seeds_have_the_same_errors() -> None:
+    plans = [Plan((QWEN,), (), (), 3, 80, 0.2, 1, 0.7, seed=seed) for seed in range(3)]
+    seeds = [plan.error_seed(window) for plan in plans for window in range(plan.num_seeds)]
+    assert seeds == list(range(9))
+
+
 def test_plots_are_drawn_of_the_chosen_cells(tmp_path: Path) -> None:
     arguments = ["--trace", QWEN, "--requests", 40, "--seeds", 2, "--plots", tmp_path / "plots"]
     arguments += ["--policies", "fcfs,goodput", "--granularities", "tile", "--output-tokens", 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flowprefill.bench.report import VOID_EXIT_CODE
 from flowprefill.bench.simulate_validate import (
     Calibration,
     Comparison,
     Outcome,
     fit_calibration,
+    make_table,
     summarise,
 )
 from flowprefill.cli import app
 from flowprefill.errors import ConfigError
+from flowprefill.replay import records
+from flowprefill.workload import TraceError
 from tests.factories import write_tiny_model
 
 
@@ -53,6 +58,7 @@ def test_the_worst_of_all_comparisons_counts_whatever_its_sign() -> None:
 def test_requests_that_were_sent_late_make_it_void() -> None:
     late = comparison(outcome(1, 1), outcome(1, 1), lag_s=0.006)
     assert summarise([late], [])["void"] is True
+    assert list(make_table([late]).columns[-1].cells) == ["6.0 ms, void"]
 
 
 def test_outcomes_are_of_all_requests() -> None:
@@ -107,13 +113,14 @@ def simulate(*arguments: object) -> dict[str, Any]:
 
 
 def test_the_same_requests_go_through_engine_and_simulator(
-    model_json: Path, tmp_path: Path
+    model_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(records, "MAX_SEND_LAG_S", math.inf)  # other work may hold this machine
     traces = [write_trace(tmp_path / f"{name}.csv", 12) for name in ("one", "two")]
     result = simulate(
         *("--validate", "--trace", traces[0], "--trace", traces[1], "--requests", 12),
         *("--model-json", model_json, "--loads", "0.2,0.5", "--policies", "edf"),
-        *("--length-divisor", 2),
+        *("--length-divisor", 2, "--seed", 3),
     )
     cells = result["cells"]
     assert [(c["trace"], c["load"]) for c in cells] == [
@@ -136,6 +143,25 @@ def test_the_same_requests_go_through_engine_and_simulator(
     (calibration,) = result["calibrations"]
     assert calibration["slowness"] > 0 <= calibration["overhead_s"]
     assert result["run"]["device"] == "this CPU, simulated"
+    assert result["run"]["seed"] == 3
+
+
+def test_a_comparison_that_was_sent_late_is_void(
+    model_json: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_SEND_LAG_S", -1.0)
+    trace = write_trace(tmp_path / "one.csv", 4)
+    arguments = ("--trace", trace, "--requests", 4, "--model-json", model_json, "--loads", 0.5)
+    run = CliRunner().invoke(app, ["simulate", "--validate", *map(str, arguments)])
+    assert run.exit_code == VOID_EXIT_CODE
+    assert "VOID: requests were sent late" in run.stdout
+    assert json.loads(run.stdout.splitlines()[-1])["void"] is True
+
+
+def test_a_trace_is_not_repeated_for_a_comparison(model_json: Path, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "one.csv", 5)
+    with pytest.raises(TraceError, match="of a trace of 5 requests"):
+        simulate("--validate", "--trace", trace, "--requests", 6, "--model-json", model_json)
 
 
 def test_a_profiled_cpu_is_a_device_like_others(model_json: Path, tmp_path: Path) -> None:
