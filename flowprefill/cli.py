@@ -30,6 +30,7 @@ from flowprefill.bench import (
 )
 from flowprefill.bench.gpu import bench as gpu_bench
 from flowprefill.bench.gpu import check as gpu_check
+from flowprefill.bench.options import finite
 from flowprefill.bench.peers import export_hf
 from flowprefill.bench.scenarios import command as scenarios
 from flowprefill.bench.soak import command as soak
@@ -106,7 +107,9 @@ def serve(
     exit_timeout_s: Annotated[
         int, typer.Option(min=0, help="At a stop, wait so long for running requests.")
     ] = 10,
-    load_timeout_s: Annotated[float, typer.Option(help="Give up when not ready by then.")] = 600,
+    load_timeout_s: Annotated[
+        float, typer.Option(callback=finite, help="Give up when not ready by then.")
+    ] = 600,
     allow_model_control: Annotated[
         bool,
         typer.Option(
@@ -157,7 +160,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue, or the message with --chat.")],
     model: Annotated[str, typer.Option(help="As `model` in model.json.")] = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option()] = 128,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(callback=finite, help="0 = greedy.")] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
 ) -> None:
     """Load a model in this process, without a server, and print the text as it comes."""

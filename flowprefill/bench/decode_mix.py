@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.options import JsonOut, ModelJson, Seed, finite
 from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, load_model_json, print_json
 from flowprefill.config import EngineConfig
@@ -73,7 +73,9 @@ def run(
         int, typer.Option(min=1, help="Tokens of the stream's prompt.")
     ] = 32,
     stream_tokens: Annotated[int, typer.Option(min=2, help="Tokens that the stream gives.")] = 200,
-    tbt_slo_ms: Annotated[float, typer.Option(min=1, help="TBT objective of the stream.")] = 100.0,
+    tbt_slo_ms: Annotated[
+        float, typer.Option(min=1, callback=finite, help="TBT objective of the stream.")
+    ] = 100.0,
     model_json: ModelJson = None,
     seed: Seed = 0,
     json_out: JsonOut = None,

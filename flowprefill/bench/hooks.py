@@ -17,7 +17,7 @@ import typer
 from flowprefill.bench import blocking
 from flowprefill.bench.bars import Bar, add_bars, bar_table
 from flowprefill.bench.intervals import median_and_interval
-from flowprefill.bench.options import Dtype, JsonOut, ModelJson, Seed, load_config
+from flowprefill.bench.options import Dtype, JsonOut, ModelJson, Seed, finite, load_config
 from flowprefill.bench.progress import bench_progress
 from flowprefill.bench.report import describe_run, print_json
 from flowprefill.config import EngineConfig
@@ -46,7 +46,8 @@ def run(
     ] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of that at most.")] = 20,
     budget_s: Annotated[
-        float, typer.Option(min=0, help="Time for them, from the third round on.")
+        float,
+        typer.Option(min=0, callback=finite, help="Time for them, from the third round on."),
     ] = 300.0,
     long_tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the prompt that short ones interrupt.")

@@ -26,6 +26,7 @@ from flowprefill.bench.options import (
     PeerOptions,
     PeersFile,
     Seed,
+    finite,
     load_config,
     prompt_tokens,
 )
@@ -69,7 +70,8 @@ def run(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of a length at most.")] = 20,
     budget_s: Annotated[
-        float, typer.Option(min=0, help="Time for a length, from the third round on.")
+        float,
+        typer.Option(min=0, callback=finite, help="Time for a length, from the third round on."),
     ] = 300.0,
     peer: PeerOptions = None,
     peers_file: PeersFile = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowprefill.bench.options import finite
 from flowprefill.bench.report import BenchmarkError
 from flowprefill.timeline import Timeline, gather
 
@@ -23,7 +24,9 @@ def run(
         "localhost:8001"
     ),
     model: Annotated[str, typer.Option(help="Its name on the server.")] = "smollm2",
-    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="Record so long.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, max=60.0, callback=finite, help="Record so long.")
+    ] = 10.0,
     out: Annotated[Path, typer.Option(help="Folder for the files; it is made.")] = Path("timeline"),
 ) -> None:
     """Record what a running server's engine does, and which requests it does it for.

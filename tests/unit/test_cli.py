@@ -10,11 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from flowprefill import __version__
+from flowprefill.bench.options import finite
 from flowprefill.cli import app
 from flowprefill.openai.process import OpenAIProcess
 from flowprefill.serve import ready_text
@@ -43,6 +46,37 @@ def test_help_loads_no_engine_and_no_client() -> None:
     code = "import sys, flowprefill.cli; print(sorted({'torch', 'grpc'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_option_that_is_a_float_must_be_finite() -> None:
+    """Of NaN no comparison with a limit holds, so limits alone let it through."""
+    found = 0
+    for command in commands_of(app):
+        for name, hint in get_type_hints(command, include_extras=True).items():
+            kind, *options = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            if float in (kind, *get_args(kind)):
+                assert options[0].callback is finite, f"{command.__module__} {name}"
+                found += 1
+    assert found > 15
+
+
+def commands_of(group: typer.Typer) -> Iterator[Callable[..., None]]:
+    """Of it and its groups."""
+    yield from (command.callback for command in group.registered_commands if command.callback)
+    for inner in group.registered_groups:
+        if inner.typer_instance:
+            yield from commands_of(inner.typer_instance)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_what_is_no_finite_number_is_a_usage_error(value: str) -> None:
+    for arguments in (
+        ("simulate", "--trace", "t.csv", "--load", value),
+        ("simulate", "--trace", "t.csv", "--length-divisor", value),
+        ("bench", "goodput", "--trace", "t.csv", "--length-divisor", value),
+        ("generate", "--prompt", "x", "--temperature", value),
+    ):
+        assert CliRunner().invoke(app, list(arguments)).exit_code == 2
 
 
 def test_failed_start_is_one_line_and_exit_code_1(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from flowprefill.bench.bars import add_bars, bar_table
 from flowprefill.bench.gpu.report import DRY_RUN, find_bars, make_tables
 from flowprefill.bench.gpu.shapes import LLAMA_3_1_8B, TINY
 from flowprefill.bench.gpu.stages import Budget, Stages
-from flowprefill.bench.options import JsonOut, Seed
+from flowprefill.bench.options import JsonOut, Seed, finite
 from flowprefill.bench.progress import BenchProgress, bench_progress
 from flowprefill.bench.report import BenchmarkError, describe_run, print_json
 
@@ -44,10 +44,16 @@ _DRY_SECONDS = 45.0
 
 def run(
     seconds: Annotated[
-        float, typer.Option(min=1, help="For all of it, loading and compiling included.")
+        float,
+        typer.Option(min=1, callback=finite, help="For all of it, loading and compiling included."),
     ] = 480.0,
     max_slice_ms: Annotated[
-        float, typer.Option(min=0.01, help="As in model.json; blocking is up to 1.5 times that.")
+        float,
+        typer.Option(
+            min=0.01,
+            callback=finite,
+            help="As in model.json; blocking is up to 1.5 times that.",
+        ),
     ] = 1.0,
     trace: Annotated[
         Path | None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowprefill.bench.bars import Bar, add_bars, bar_table
-from flowprefill.bench.options import JsonOut, ModelJson, Seed
+from flowprefill.bench.options import JsonOut, ModelJson, Seed, finite
 from flowprefill.bench.report import describe_run, load_model_json, print_json
 from flowprefill.bench.soak.record import OUTCOMES, Record
 
@@ -36,7 +36,9 @@ go, and pools fill up. One for each client that left would be tens of them withi
 
 
 def run(
-    minutes: Annotated[float, typer.Option(min=0.5, help="How long clients send.")] = 30.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.5, callback=finite, help="How long clients send.")
+    ] = 30.0,
     model_json: ModelJson = None,
     seed: Seed = 0,
     json_out: JsonOut = None,
