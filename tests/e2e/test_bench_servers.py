@@ -46,7 +46,7 @@ def arguments(tmp_path: Path) -> list[str]:
 
 def bench(arguments: list[str]) -> dict[str, Any]:
     run = subprocess.run(
-        [str(FLOWPREFILL), *arguments], capture_output=True, text=True, timeout=200
+        [str(FLOWPREFILL), *arguments], capture_output=True, text=True, timeout=600
     )
     assert run.returncode in (0, VOID_EXIT_CODE), run.stderr  # other work may hold this machine
     result: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
