@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 MODEL = "smollm2"
 SYNC_MODEL = "smollm2_sync"
+LONG_PROMPT = "All work and no play makes Jack a dull boy. " * 550  # about 6,600 tokens
 LOAD_TIMEOUT_S = 120.0
+WAIT_S = 60.0
+"""For what takes a moment: a test is told that it hangs, not how fast the machine is."""
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = WAIT_S, what: str = "") -> Any:
     """The first true value of `condition`; fails after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -84,6 +87,19 @@ def server(repository: Path) -> Iterator[TritonServer]:
     )
     with TritonServer(options) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def quarter_prefill_s(server: TritonServer) -> float:
+    """What a quarter of LONG_PROMPT takes here, and half a second at least, as clients and tests
+    take their time as well: little, compared with the whole."""
+    from flowprefill_client import Client
+
+    with Client(server.grpc_url, MODEL) as client:
+        text = "Once more. " + LONG_PROMPT[: len(LONG_PROMPT) // 4]
+        ttft_s = client.generate(text, max_tokens=1).ttft_s
+    assert ttft_s is not None
+    return max(0.5, ttft_s)
 
 
 @pytest.fixture

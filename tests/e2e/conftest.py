@@ -6,9 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.live_server import LOAD_TIMEOUT_S, MODEL, ROOT, SYNC_MODEL, group_members, wait_for
+from tests.live_server import (
+    LOAD_TIMEOUT_S,
+    LONG_PROMPT,
+    MODEL,
+    ROOT,
+    SYNC_MODEL,
+    group_members,
+    wait_for,
+)
 
-__all__ = ["LOAD_TIMEOUT_S", "MODEL", "ROOT", "SYNC_MODEL", "group_members", "wait_for"]
+__all__ = [
+    "LOAD_TIMEOUT_S",
+    "LONG_PROMPT",
+    "MODEL",
+    "ROOT",
+    "SYNC_MODEL",
+    "group_members",
+    "wait_for",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,7 +50,7 @@ def test_hol_shows_that_an_urgent_prompt_does_not_wait(tmp_path: Path, model_jso
     assert urgent["preemptions"] >= 2  # the last one may find the long prompt at its end
     assert urgent["blocking_p99_ms"] > 0
     assert fcfs["preemptions"] == 0
-    assert urgent["short_ttft_max_s"] < fcfs["moments"]["10%"]["short_ttft_p50_s"]
+    assert urgent["short_ttft_p50_s"] < fcfs["moments"]["10%"]["short_ttft_p50_s"]
     assert result["run"]["rounds"] == 1
     assert result["run"]["granularity"] == "tile"
 
@@ -61,7 +61,7 @@ def test_hol_sets_the_hooked_model_beside_the_native_one(model_json: str) -> Non
     assert list(result) == ["native/s-edf", "hooks/s-edf", "run"]
     for name in ("native/s-edf", "hooks/s-edf"):
         assert result[name]["preemptions"] >= 2
-        assert result[name]["short_ttft_max_s"] < result[name]["long_ttft_p50_s"]
+        assert result[name]["short_ttft_p50_s"] < result[name]["long_ttft_p50_s"]
     assert result["run"]["program"] == "both"
 
 
@@ -75,10 +75,10 @@ def test_blocking_measures_each_preemption(model_json: str) -> None:
 
 
 def test_path_measures_what_the_server_adds(model_json: str) -> None:
-    result = bench("path", "--prompts", "6", "--model-json", model_json)
-    assert result["num_prompts"] == 6
-    assert 0 < result["in_process_ttft_mean_ms"] < result["client_ttft_mean_ms"]
-    assert result["overhead_p50_ms"] <= result["overhead_p99_ms"]
+    result = bench("path", "--prompts", "20", "--model-json", model_json)
+    assert result["num_prompts"] == 20
+    assert 0 < result["in_process_ttft_p50_ms"] < result["client_ttft_p50_ms"]
+    assert 0 < result["overhead_p50_ms"] <= result["overhead_p99_ms"]
     assert set(result["server_mean_ms"]) == {"queue", "execute"}
 
 

@@ -115,7 +115,7 @@ def test_every_panel_has_data_after_a_short_load(prometheus: Prometheus, client:
         return all(answers.values())
 
     try:
-        wait_for(all_answered, 15)
+        wait_for(all_answered)
     finally:
         print("without data:", [key for key, values in answers.items() if not values])
 

@@ -21,12 +21,11 @@ from flowprefill.openai.app import Endpoint, Settings
 from flowprefill.openai.server import make_server
 from flowprefill.server import TritonServer, free_ports
 from flowprefill_client import Client, Stream
-from tests.e2e.conftest import MODEL, SYNC_MODEL, wait_for
+from tests.e2e.conftest import LONG_PROMPT, MODEL, SYNC_MODEL, wait_for
 from tests.openai_calls import post, send_raw
 
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
-LONG_PROMPT = "All work and no play makes Jack a dull boy. " * 550  # about 6,600 tokens
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You answer with one word."},
     {"role": "user", "content": [{"type": "text", "text": "The capital of France?"}]},
@@ -311,7 +310,7 @@ def busy_engine(client: Client) -> Stream:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_client_that_leaves_during_prefill_ends_it(
-    port: int, client: Client, stream: bool
+    port: int, client: Client, quarter_prefill_s: float, stream: bool
 ) -> None:
     """Five times over, as impatient clients do: each prefill ends with its client."""
     wait_for(lambda: is_idle(client), what="the engine is idle")
@@ -322,8 +321,7 @@ def test_a_client_that_leaves_during_prefill_ends_it(
         connection.close()
         left_s = time.monotonic()
         wait_for(lambda: is_idle(client), what="the prefill has ended")
-        # cancel_poll_ms is 100; the rest is for this test's own polling on a busy machine.
-        assert time.monotonic() - left_s < 0.6
+        assert time.monotonic() - left_s < quarter_prefill_s
     after = client.engine_stats()
     assert after["num_cancelled"] == before["num_cancelled"] + 5
     assert after["num_prefill_tokens"] == before["num_prefill_tokens"]
@@ -401,7 +399,9 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(
     wait_for(lambda: [model.id for model in api.models.list()] == [MODEL], 20, "it is gone")
 
 
-def test_health_waits_neither_for_a_prefill_nor_for_a_large_body(port: int, client: Client) -> None:
+def test_health_waits_neither_for_a_prefill_nor_for_a_large_body(
+    port: int, client: Client, quarter_prefill_s: float
+) -> None:
     times_s: list[float] = []
     bodies = [
         ({**COMPLETION, "prompt": "x " * 15_000_000}, 413, "at most 8388608"),
@@ -422,4 +422,4 @@ def test_health_waits_neither_for_a_prefill_nor_for_a_large_body(port: int, clie
         assert response.status == status
         assert words in answer["error"]["message"]
     # This process makes the bodies too, and they pass through it several times.
-    assert statistics.median(times_s) < 0.05
+    assert statistics.median(times_s) < quarter_prefill_s / 10

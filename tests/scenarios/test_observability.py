@@ -29,10 +29,8 @@ HALF = 50
 """Streams over gRPC; as many over the OpenAI endpoint."""
 AT_REST_S = 2.0
 """From the last client's leaving until no gauge shows anything, as docs/metrics.md has it."""
-SLACK_S = 3.0
+SLACK_S = 8.0
 """For servers, clients and this test on two cores that others use as well."""
-PROBE_S = 0.05
-"""Of most answers to a probe; `flowprefill bench scenarios` has the 99th percentile."""
 LONG_PROMPT = "All work and no play makes Jack a dull boy. " * 600  # about 7,200 tokens
 
 
@@ -56,9 +54,10 @@ class Probes:
             assert status(url) == 200, url
             self._took_s[url].append(time.monotonic() - begin_s)
 
-    def assert_prompt(self) -> None:
+    def assert_prompt(self, limit_s: float) -> None:
+        """Of most answers; `flowprefill bench scenarios` has the 99th percentile."""
         medians_s = {url: median(times) for url, times in self._took_s.items()}
-        assert max(medians_s.values()) < PROBE_S, medians_s
+        assert max(medians_s.values()) < limit_s, medians_s
 
 
 def test_a_mass_departure_leaves_no_gauge_behind(
@@ -103,7 +102,7 @@ def test_a_mass_departure_leaves_no_gauge_behind(
 
 
 def test_control_endpoints_answer_during_a_prefill(
-    server: TritonServer, openai_port: int, client: Client
+    server: TritonServer, openai_port: int, client: Client, quarter_prefill_s: float
 ) -> None:
     """Row 28, llama.cpp#24866: /metrics and /health do not answer while a prompt is processed."""
     probes = Probes(urls(server, openai_port))
@@ -112,11 +111,11 @@ def test_control_endpoints_answer_during_a_prefill(
         for _ in range(10):
             probes.ask()
         assert client.engine_stats()["num_prefilling"] == 1  # nobody waited for its end
-    probes.assert_prompt()
+    probes.assert_prompt(quarter_prefill_s / 10)
 
 
 def test_control_endpoints_answer_while_large_bodies_are_read(
-    server: TritonServer, openai_port: int, client: Client
+    server: TritonServer, openai_port: int, client: Client, quarter_prefill_s: float
 ) -> None:
     """Row 28, llama.cpp#24866: /health does not answer while a multi-MB body is tokenized."""
     alone = client.generate("Once upon a time", max_tokens=64, sampling=ENDLESS).text
@@ -138,5 +137,5 @@ def test_control_endpoints_answer_while_large_bodies_are_read(
             num_rounds += 1
     sent.result()
     assert num_rounds > 1
-    probes.assert_prompt()
+    probes.assert_prompt(quarter_prefill_s / 10)
     assert first + "".join(delta.text for delta in stream) == alone
