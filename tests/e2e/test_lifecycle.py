@@ -119,7 +119,7 @@ def test_serve_survives_its_engine_and_leaves_nothing(serve: Callable[[int], Ser
         with pytest.raises(ServerError, match="engine process"):
             for _ in stream:
                 pass
-        assert time.monotonic() - killed_s < 10
+        assert time.monotonic() - killed_s < 30
         again = client.generate("The capital of France is", sampling={"temperature": 0}).text
         assert time.monotonic() - killed_s < 60
         assert again == expected
@@ -132,8 +132,8 @@ def test_serve_survives_its_engine_and_leaves_nothing(serve: Callable[[int], Ser
         with pytest.raises(ServerError, match="the server is stopping"):
             for _ in stream:
                 pass
-        assert served.process.wait(20) == 1
-        assert time.monotonic() - stopped_s < 15
+        assert served.process.wait(60) == 1
+        assert time.monotonic() - stopped_s < 30
     assert "error: requests cut short at the exit timeout: 1" in served.log()
     assert group_members(served.group) == {}
     assert not list(SHM_DIR.glob(f"{served.shm_prefix}*"))
@@ -180,7 +180,7 @@ def test_a_second_signal_ends_everything_at_once(serve: Callable[..., Served]) -
         # One that follows at once is the same wish.
         wait_for(lambda: time.monotonic() > stopping_s + 0.6)
         served.process.terminate()
-        assert served.process.wait(10) == 1
+        assert served.process.wait(60) == 1
         with pytest.raises(ServerError):
             list(stream)
     assert "error: a second signal forced the stop" in served.log()

@@ -26,6 +26,8 @@ ENDS = ("finished", "cancelled", "rejected", "failed")
 GREEDY = {"temperature": 0, "max_tokens": 8}
 ENDLESS = {"ignore_eos": True, "temperature": 0, "max_tokens": 8000}
 MAX_MODEL_LEN = 8192
+SLACK_S = 20
+"""On two cores that others use as well; what is ended would go on for minutes."""
 
 
 def write_model_json(repository: Path, **settings: Any) -> None:
@@ -67,7 +69,7 @@ def test_an_unload_ends_what_runs_at_the_exit_timeout(
     assert told.value.status == "UNAVAILABLE"
     took_s = time.monotonic() - begin_s
     limit_s = ServerOptions.exit_timeout_s
-    assert limit_s <= took_s < limit_s + 5
+    assert limit_s <= took_s < limit_s + SLACK_S
     wait_for(lambda: is_unloaded(http, NAME), 20, "it is unloaded")
     wait_for(lambda: left_over(server)[0] < loaded[0], 20, "its processes have ended")
     assert left_over(server)[1] < loaded[1]
@@ -138,7 +140,7 @@ def test_a_reload_ends_what_runs_on_at_the_exit_timeout(
     with pytest.raises(ServerError, match="the model was loaded anew") as told:
         list(stream)
     assert told.value.status == "UNAVAILABLE"
-    assert time.monotonic() - begin_s < ServerOptions.exit_timeout_s + 5
+    assert time.monotonic() - begin_s < ServerOptions.exit_timeout_s + SLACK_S
     wait_for(lambda: left_over(server) == loaded, 20, "the old one has ended")
     page = settled(server, NAME, lambda p: not any(p.gauges().values()), "nothing runs")
     assert page.value(READY) == 1 and page.total("vllm:cache_config_info") == 1
