@@ -18,11 +18,17 @@ _cache = tempfile.TemporaryDirectory(prefix="flowprefill-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+IN_PROCESS = ("accounted", "determinism", "head_of_line", "kv_memory", "priority", "sampling")
+"""Files of scenarios that start no server."""
+
+
 class ServerTestsTakeTurns(LoadScopeScheduling):  # type: ignore[misc]
     """Where tests run in parallel, those with a server are one piece of work: they share it, and
     each server has what is left of the machine to itself."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(tuple(f"tests/scenarios/test_{name}.py" for name in IN_PROCESS)):
+            return nodeid
         return "server" if nodeid.startswith(("tests/e2e/", "tests/scenarios/")) else nodeid
 
 
