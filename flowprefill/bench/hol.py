@@ -38,8 +38,8 @@ MOMENTS = (0.1, 0.5, 0.9)
 SHORT_SLO_MS = 400.0
 """Objective of the short prompt, on a machine that is quick enough for it."""
 SHORT_SLO_FACTOR = 3.0
-"""Elsewhere its objective is this many times its TTFT alone, with the slowest of the models. Without
-slack it would be late from the start, and rightly run behind what can still be on time."""
+"""Elsewhere its objective is this many times its TTFT alone, with the slowest of the models.
+Without slack it would be late from the start, and rightly run behind what can still be on time."""
 LONG_SLO_MS = 60_000.0
 _MAX_TRIES = 3
 """For a short prompt to arrive before the long one is done, on a machine with noise."""

@@ -217,6 +217,16 @@ class TestOutcomes:
             OutcomeStore(path, "other")
         assert OutcomeStore(None, "key").outcomes == {}
 
+    def test_what_was_sent_late_is_measured_again(self, tmp_path: Path) -> None:
+        path, good, late = tmp_path / "records.jsonl", Point("a", 1.0), Point("b", 1.0)
+        store = OutcomeStore(path, "key")
+        store.add(good, [Outcome(send_lags_s=[0.001])])
+        store.add(late, [Outcome(send_lags_s=[0.2])])
+        again = OutcomeStore(path, "key")
+        assert set(again.outcomes) == {good}
+        again.add(late, [Outcome(send_lags_s=[0.002])])
+        assert set(OutcomeStore(path, "key").outcomes) == {good, late}
+
     def test_what_other_code_measured_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "records.jsonl"
         OutcomeStore(path, "key")
