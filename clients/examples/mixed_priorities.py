@@ -2,8 +2,8 @@
 
     python clients/examples/mixed_priorities.py
 
-The objective in milliseconds is all that sets them apart. It must be one that the machine can keep: a
-request that would be late at best goes behind those that can still be on time.
+The objective in milliseconds is all that sets them apart. It must be one that the machine can keep:
+a request that would be late at best goes behind those that can still be on time.
 """
 
 from __future__ import annotations

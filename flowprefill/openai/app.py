@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,13 @@ from flowprefill.openai.errors import ApiError
 from flowprefill.openai.models import ModelDirectory
 from flowprefill.openai.replies import ChatReply, CompletionReply, Reply
 from flowprefill.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from flowprefill.openai.translate import Generation, chat_generations, completion_generations
+from flowprefill.openai.translate import (
+    COMPLETION_FIELDS,
+    Generation,
+    chat_fields,
+    chat_generations,
+    completion_generations,
+)
 from flowprefill_client import AsyncClient, ServerError
 
 STOPPING = "the server is stopping"
@@ -96,14 +102,14 @@ class Endpoint:
         parsed, generations = await self._read(request, CompletionRequest, completion_generations)
         reply_id = f"cmpl-{headers.request_id(parsed, request.headers)}"
         reply = CompletionReply(reply_id, parsed.model, len(generations))
-        return await self._answer(request, parsed, generations, reply, "prompt")
+        return await self._answer(request, parsed, generations, reply, COMPLETION_FIELDS)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         parsed, generations = await self._read(request, ChatRequest, chat_generations)
         reply_id = f"chatcmpl-{headers.request_id(parsed, request.headers)}"
         reply = ChatReply(reply_id, parsed.model, len(generations), parsed.top_logprobs or 0)
-        return await self._answer(request, parsed, generations, reply, "messages")
+        return await self._answer(request, parsed, generations, reply, chat_fields(parsed))
 
     async def list_models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -140,7 +146,7 @@ class Endpoint:
         parsed: GenerationRequest,
         generations: list[Generation],
         reply: Reply,
-        prompt_field: str,
+        fields: Mapping[str, str],
     ) -> Response:
         scheduling = headers.scheduling(parsed, request.headers)
         client = await self.models.client(parsed.model)
@@ -150,17 +156,21 @@ class Endpoint:
         try:
             if parsed.stream:
                 await _begin(request, answers)
-                content = self._events(answers, parsed, reply, prompt_field)
+                content = self._events(answers, parsed, reply, fields)
                 return streaming.EventStream(answers, content, id_header)
             async with answers:
                 await while_connected(request, answers.read_all())
         except ServerError as error:
-            raise ApiError.from_server(error, prompt_field) from None
+            raise ApiError.from_server(error, fields) from None
         whole = reply.whole(answers.completions(), parsed.n or 1)
         return JSONResponse(whole, headers=id_header)
 
     def _events(
-        self, answers: Answers, parsed: GenerationRequest, reply: Reply, prompt_field: str
+        self,
+        answers: Answers,
+        parsed: GenerationRequest,
+        reply: Reply,
+        fields: Mapping[str, str],
     ) -> AsyncIterator[bytes]:
         options = parsed.stream_options
         return streaming.events(
@@ -169,7 +179,7 @@ class Endpoint:
             parsed.n or 1,
             include_usage=bool(options and options.include_usage),
             keep_alive_s=self.settings.keep_alive_s,
-            api_error=lambda error: ApiError.from_server(error, prompt_field),
+            api_error=lambda error: ApiError.from_server(error, fields),
         )
 
     def _send(

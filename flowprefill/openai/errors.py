@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from flowprefill.admission import QUEUE_FULL
@@ -67,15 +68,14 @@ class ApiError(Exception):
         return ApiError(404, message, param="model", code="model_not_found")
 
     @staticmethod
-    def from_server(error: ServerError, prompt_field: str) -> ApiError:
-        """From what the backend or tritonserver said; its `text_input` is our `prompt_field`."""
+    def from_server(error: ServerError, fields: Mapping[str, str]) -> ApiError:
+        """From what the backend or tritonserver said. fields: its names of ours that differ."""
         text = str(error).removeprefix(_PREFIX)
         status = _status(error.status, text)
         field = _FIELD.match(text) if status == 400 else None
         param = None
         if field is not None:
-            name = prompt_field if field[1] == "text_input" else field[1]
-            param = name + field[2]
+            param = fields.get(field[1], field[1]) + field[2]
             text = f"{param}={text[field.end() :]}"
         code = {400: "invalid_value", 404: "model_not_found", 429: "queue_full"}.get(status)
         if error.status == "UNSUPPORTED":

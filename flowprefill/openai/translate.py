@@ -39,6 +39,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 """Fields that would change the answer and are not there -> values that ask for nothing."""
 _PROMPT_LIMIT = "a text, a list of texts, a list of token ids, or a list of such lists; not empty"
 
+COMPLETION_FIELDS = {"text_input": "prompt"}
+"""The backend's names of fields -> a completion's, where they differ."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -67,6 +70,16 @@ def chat_generations(request: ChatRequest) -> list[Generation]:
     elif request.top_logprobs:
         raise ApiError.invalid("top_logprobs", request.top_logprobs, "used with logprobs=true")
     return _generations(request, [_messages(request.messages)], max_tokens, logprobs)
+
+
+def chat_fields(request: ChatRequest) -> dict[str, str]:
+    """The backend's names of fields -> a chat's, where they differ."""
+    has_new_name = request.max_completion_tokens is not None
+    return {
+        "text_input": "messages",
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_completion_tokens" if has_new_name else "max_tokens",
+    }
 
 
 def unknown_fields(request: GenerationRequest) -> list[str]:

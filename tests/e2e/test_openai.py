@@ -210,6 +210,13 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "not supported",
     ),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+    ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs", "-1"),
+    (
+        "chat/completions",
+        {**CHAT, "max_completion_tokens": -1},
+        "max_completion_tokens",
+        "max_completion_tokens=-1",
+    ),
     (
         "chat/completions",
         {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

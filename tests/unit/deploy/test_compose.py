@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flowprefill.openai.process import _END_GRACE_S
 from flowprefill.server import _KILL_GRACE_S, UNLOAD_TIMEOUT_S
 from tests.unit.deploy.deploy_files import (
     DASHBOARD,
@@ -49,7 +50,7 @@ def test_the_image_starts_serve_with_options_that_it_has() -> None:
 def test_the_server_has_time_to_drain_before_it_is_killed() -> None:
     exit_timeout_s = serve_options(COMPOSE["server"]["command"])["exit_timeout_s"]
     grace_s = seconds(COMPOSE["server"]["stop_grace_period"])
-    assert grace_s > exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S
+    assert grace_s > exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S + _END_GRACE_S
 
 
 def test_the_cache_is_a_volume_where_the_image_has_it() -> None:

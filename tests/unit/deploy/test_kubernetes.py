@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from flowprefill.openai.process import _END_GRACE_S
 from flowprefill.server import _KILL_GRACE_S, UNLOAD_TIMEOUT_S
 from tests.unit.deploy.deploy_files import (
     DOCKER,
@@ -105,7 +106,7 @@ def test_a_pod_has_time_to_leave_its_services_and_to_drain() -> None:
     sleep_s = int(spec["lifecycle"]["preStop"]["exec"]["command"][1])
     exit_timeout_s = serve_options(spec["args"])["exit_timeout_s"]
     grace_s = pod("flowprefill")["spec"]["terminationGracePeriodSeconds"]
-    assert grace_s > sleep_s + exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S
+    assert grace_s > sleep_s + exit_timeout_s + UNLOAD_TIMEOUT_S + _KILL_GRACE_S + _END_GRACE_S
     readiness = spec["readinessProbe"]
     assert sleep_s > readiness["periodSeconds"] * readiness["failureThreshold"]
     assert pod("flowprefill-epp")["spec"]["terminationGracePeriodSeconds"] >= grace_s

@@ -7,6 +7,8 @@ import pytest
 from flowprefill.admission import Admission
 from flowprefill.errors import QueueFullError
 from flowprefill.openai.errors import ApiError
+from flowprefill.openai.schemas import ChatRequest
+from flowprefill.openai.translate import COMPLETION_FIELDS, chat_fields
 from flowprefill.retry_after import read_retry_after_s, with_retry_after
 from flowprefill_client import ServerError
 
@@ -31,7 +33,7 @@ PREFIX = "Error generating stream: "
 def test_each_code_has_its_status(
     code: str | None, text: str, status: int, error_type: str, error_code: str | None
 ) -> None:
-    error = ApiError.from_server(ServerError(text, code), "prompt")
+    error = ApiError.from_server(ServerError(text, code), {})
     assert error.status == status
     body = error.body["error"]
     assert (body["type"], body["code"]) == (error_type, error_code)
@@ -52,9 +54,29 @@ def test_each_code_has_its_status(
 def test_the_field_at_fault_is_named_as_the_client_calls_it(
     text: str, param: str | None, message: str
 ) -> None:
-    error = ApiError.from_server(ServerError(PREFIX + text, "INVALID_ARG"), "prompt")
+    error = ApiError.from_server(ServerError(PREFIX + text, "INVALID_ARG"), COMPLETION_FIELDS)
     assert error.body["error"]["param"] == param
     assert error.body["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ("text_input[1]=-1: must be", "messages[1]"),
+        ("logprobs=-1: must be", "top_logprobs"),
+        ("max_tokens=-1: must be", "max_completion_tokens"),
+    ],
+)
+def test_a_chat_has_names_of_its_own(text: str, param: str) -> None:
+    request = ChatRequest(model="m", messages=[], max_completion_tokens=-1)
+    error = ApiError.from_server(ServerError(PREFIX + text, "INVALID_ARG"), chat_fields(request))
+    assert error.body["error"]["param"] == param
+    assert error.body["error"]["message"].startswith(f"{param}=-1")
+
+
+def test_the_old_name_of_the_limit_is_kept_where_it_was_used() -> None:
+    request = ChatRequest(model="m", messages=[], max_tokens=-1)
+    assert chat_fields(request)["max_tokens"] == "max_tokens"
 
 
 def test_a_full_queue_is_a_429_with_the_time_that_it_needs() -> None:
@@ -62,7 +84,7 @@ def test_a_full_queue_is_a_429_with_the_time_that_it_needs() -> None:
     admission.admit(1, 5_000, 0.0, prefill_s=7.25)
     with pytest.raises(QueueFullError) as full:
         admission.admit(2, 10, 0.0, prefill_s=0.1)
-    error = ApiError.from_server(ServerError(PREFIX + str(full.value), "UNAVAILABLE"), "prompt")
+    error = ApiError.from_server(ServerError(PREFIX + str(full.value), "UNAVAILABLE"), {})
     assert (error.status, error.code) == (429, "queue_full")
     assert error.headers == {"retry-after": "8"}
 
@@ -70,7 +92,7 @@ def test_a_full_queue_is_a_429_with_the_time_that_it_needs() -> None:
 @pytest.mark.parametrize(("hint_s", "seconds"), [(0.0, 1), (0.3, 1), (1.01, 1), (1.2, 2)])
 def test_retry_after_is_whole_seconds_and_at_least_one(hint_s: float, seconds: int) -> None:
     message = with_retry_after("the engine died", hint_s)
-    error = ApiError.from_server(ServerError(message, "UNAVAILABLE"), "prompt")
+    error = ApiError.from_server(ServerError(message, "UNAVAILABLE"), {})
     assert error.headers == {"retry-after": str(seconds)}
 
 
