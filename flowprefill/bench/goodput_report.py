@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from flowprefill.bench.goodput_outcomes import (
 from flowprefill.bench.goodput_plan import GoodputPlan, common_chunk
 from flowprefill.bench.goodput_runs import Cell
 from flowprefill.metrics import percentile
-from flowprefill.replay.records import is_void
+from flowprefill.replay.records import send_lag_figures
 from flowprefill.replay.summary import send_lag_text
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _point(load: float, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "decisions_per_request": round(sum(o.num_decisions for o in outcomes) / num_requests, 3),
         "slowdown": round(outcomes[0].slowdown, 3),
         "drift": round(outcomes[0].drift, 3),
-        **_send_lag(send_lag_p99_s(outcomes)),
+        **send_lag_figures(send_lag_p99_s(outcomes)),
     }
 
 
@@ -167,11 +168,8 @@ def send_lags(results: Iterable[CellResult]) -> dict[str, Any]:
 
     Not over all replays together: among many the one that a figure rests on would not show.
     """
-    return _send_lag(max(send_lag_p99_s(r) for result in results for r in result.replays()))
-
-
-def _send_lag(p99_s: float) -> dict[str, Any]:
-    return {"send_lag_p99_ms": round(1000 * p99_s, 3), "void": is_void(p99_s)}
+    replays = itertools.chain.from_iterable(result.replays() for result in results)
+    return send_lag_figures(max(map(send_lag_p99_s, replays)))
 
 
 def class_objectives(plan: GoodputPlan) -> dict[str, float]:

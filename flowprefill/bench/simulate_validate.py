@@ -28,7 +28,13 @@ from flowprefill.engine import Engine
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
 from flowprefill.replay.plan import PlannedRequest, plan_replay
-from flowprefill.replay.records import ReplayRecord, attainment, is_void, send_lag_p99_s
+from flowprefill.replay.records import (
+    ReplayRecord,
+    attainment,
+    is_void,
+    send_lag_figures,
+    send_lag_p99_s,
+)
 from flowprefill.replay.summary import send_lag_text
 from flowprefill.simulator.profiled import ProfiledPlatform
 from flowprefill.simulator.replay import Replay, Setup, at_load, scaled
@@ -244,8 +250,7 @@ def summarise(found: Sequence[Comparison], calibrations: Sequence[Calibration]) 
     return {
         "attainment_error_points": round(max(abs(c.attainment_error_points) for c in found), 2),
         "mean_ttft_error": round(max(abs(c.mean_ttft_error) for c in found), 4),
-        "send_lag_p99_ms": round(1000 * max(c.send_lag_p99_s for c in found), 3),
-        "void": any(is_void(c.send_lag_p99_s) for c in found),
+        **send_lag_figures(max(c.send_lag_p99_s for c in found)),
         "cells": [
             {
                 **asdict(c),

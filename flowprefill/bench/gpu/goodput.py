@@ -32,7 +32,7 @@ from flowprefill.engine import Engine
 from flowprefill.granularity import Granularity
 from flowprefill.metrics import percentile
 from flowprefill.replay.plan import PlannedRequest, plan_replay
-from flowprefill.replay.records import is_void
+from flowprefill.replay.records import send_lag_figures
 from flowprefill.simulator.platform import Platform
 from flowprefill.simulator.replay import at_load
 from flowprefill.workload import TraceRequest, clip_lengths, read_trace, scale_lengths
@@ -145,7 +145,6 @@ def _measure_cell(
 def summarise(outcome: Outcome, blocking_s: Sequence[float], span_s: float) -> dict[str, Any]:
     """goodput_per_s: requests on time per second of arrivals."""
     ttft_s = [s for values in outcome.ttft_by_class.values() for s in values]
-    lag_p99_s = send_lag_p99_s([outcome])
     return {
         "attainment": round(attainment([outcome]), 4),
         "worst_class_attainment": round(worst_class([outcome]), 4),
@@ -153,6 +152,5 @@ def summarise(outcome: Outcome, blocking_s: Sequence[float], span_s: float) -> d
         "ttft_p50_ms": round(1000 * percentile(ttft_s, 50), 2),
         "ttft_p99_ms": round(1000 * percentile(ttft_s, 99), 2),
         "blocking_p99_ms": round(1000 * percentile(blocking_s, 99), 3) if blocking_s else None,
-        "send_lag_p99_ms": round(1000 * lag_p99_s, 3),
-        "void": is_void(lag_p99_s),
+        **send_lag_figures(send_lag_p99_s([outcome])),
     }
